@@ -1,0 +1,1 @@
+"""The FlowGRPO trainer: command line, preflight, recipes, Ray wiring, the loop, reports."""

@@ -1,0 +1,1 @@
+"""Performance cases of flowgrpo with correctness gates, baselines and compare."""

@@ -1,0 +1,1 @@
+"""The FSDP2 actor of FlowGRPO: model adapters, LoRA, replay, clipped updates, checkpoints."""
