@@ -3,10 +3,11 @@
 No torch here: preflight reads this file on a laptop in milliseconds.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from flowgrpo_math.sde_steps import reachable_sde_indices, resolve_sde_indices
@@ -96,6 +97,10 @@ class SamplingConfig:
             raise ValueError("--sampling-config:\n  " + "\n  ".join(wrong))
         return cls(**values)
 
+    def fingerprint(self) -> str:
+        """SHA-256 of every setting: equal fingerprints mean equal sampling."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
     def sde_steps(self, rollout_id: int | None) -> tuple[int, ...]:
         """The trained steps of one rollout (None: evaluation); the same on every engine and rank (M3)."""
         return resolve_sde_indices(rollout_id=rollout_id, **self._step_settings())
@@ -114,7 +119,9 @@ class SamplingConfig:
         where = "--sampling-config "
         for name in ("height", "width", "num_inference_steps"):
             if getattr(self, name) < 1:
-                yield Problem(f"{where}{name} = {getattr(self, name)}", "It must be at least 1.", f"set {name} above 0")
+                yield Problem(
+                    f"{where}{name} = {getattr(self, name)}", "It must be at least 1.", f"set {name} above 0"
+                )
         if self.guidance_scale != 1.0:
             yield Problem(
                 f"{where}guidance_scale = {self.guidance_scale}",
@@ -122,7 +129,11 @@ class SamplingConfig:
                 "set guidance_scale to 1.0",
             )
         if not self.eta > 0:
-            yield Problem(f"{where}eta = {self.eta}", "Without noise there is no density to train on.", "set eta above 0")
+            yield Problem(
+                f"{where}eta = {self.eta}",
+                "Without noise there is no density to train on.",
+                "set eta above 0",
+            )
         if not 0 < self.sigma_max < 1:
             yield Problem(f"{where}sigma_max = {self.sigma_max}", "It must lie in (0, 1).", "use 0.99")
         yield from self._step_problems(where)
@@ -130,7 +141,11 @@ class SamplingConfig:
     def _step_problems(self, where: str) -> Iterator[Problem]:
         lo, hi = self.sde_timestep_fraction
         if not 0.0 <= lo < hi <= 1.0:
-            yield Problem(f"{where}sde_timestep_fraction = [{lo}, {hi}]", "It must satisfy 0 <= lo < hi <= 1.", "use [0.0, 0.5]")
+            yield Problem(
+                f"{where}sde_timestep_fraction = [{lo}, {hi}]",
+                "It must satisfy 0 <= lo < hi <= 1.",
+                "use [0.0, 0.5]",
+            )
             return
         for name in ("sde_pool", "sde_indices"):
             steps = getattr(self, name) or ()
@@ -143,7 +158,11 @@ class SamplingConfig:
         try:
             reachable = self.reachable_sde_steps()
         except ValueError as error:
-            yield Problem(f"{where}num_sde_steps = {self.num_sde_steps}", str(error), "lower num_sde_steps or widen sde_pool")
+            yield Problem(
+                f"{where}num_sde_steps = {self.num_sde_steps}",
+                str(error),
+                "lower num_sde_steps or widen sde_pool",
+            )
             return
         if not reachable:
             yield Problem(
@@ -170,7 +189,9 @@ def _typed(key: str, value: Any, default: Any) -> Any:
     if key in ("sde_pool", "sde_indices", "init_noise_latent_shape"):
         if value is None:
             return None
-        if not isinstance(value, list | tuple) or not all(isinstance(k, int) and not isinstance(k, bool) for k in value):
+        if not isinstance(value, list | tuple) or not all(
+            isinstance(k, int) and not isinstance(k, bool) for k in value
+        ):
             raise TypeError("must be a list of integers")
         return tuple(value)
     if key == "sde_timestep_fraction":

@@ -1,0 +1,35 @@
+"""Files that are either whole or absent: temporary name, fsync, atomic rename."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+    """Lets `write` fill `<path>.tmp`, then makes it `path` in one step.
+
+    A process killed at any moment leaves the old file or the new one, never a half of either; a leftover
+    `.tmp` is never read. OSError (full disk, read-only folder) passes through with the path in it.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        write(temporary)
+        descriptor = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _fsync_folder(path.parent)
+
+
+def _fsync_folder(folder: Path) -> None:
+    """Makes the rename itself durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
