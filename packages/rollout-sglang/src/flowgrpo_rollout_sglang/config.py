@@ -119,9 +119,7 @@ class SamplingConfig:
         where = "--sampling-config "
         for name in ("height", "width", "num_inference_steps"):
             if getattr(self, name) < 1:
-                yield Problem(
-                    f"{where}{name} = {getattr(self, name)}", "It must be at least 1.", f"set {name} above 0"
-                )
+                yield Problem(f"{where}{name} = {getattr(self, name)}", "It must be at least 1.", f"set {name} above 0")
         if self.guidance_scale != 1.0:
             yield Problem(
                 f"{where}guidance_scale = {self.guidance_scale}",
