@@ -205,3 +205,31 @@ def _typed(key: str, value: Any, default: Any) -> Any:
     if isinstance(default, int) and value != int(value):
         raise TypeError("must be a whole number")
     return type(default)(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """What an engine needs to start. Every engine class is made as `Engine(config)`."""
+
+    name: str
+    """How messages call this engine, e.g. "engine0"."""
+    model_path: str
+    """Folder of the model in diffusers layout."""
+    model_revision: str | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_gpus: int = 1
+    """Devices that this engine owns (0 on the CPU)."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Number format of the transformer."""
+    candidates_per_forward: int | None = None
+    """Candidates joined in one forward; None chooses by device."""
+    weight_sync_mode: Literal["full", "adapter"] = "full"
+    """`adapter`: the engine keeps the base and takes LoRA tensors only."""
+    lora_rank: int = 0
+    lora_alpha: float = 0.0
+    lora_target_modules: tuple[str, ...] = ()
+    """Module-name suffixes that carry the adapter, in adapter mode."""
+    log_folder: str | None = None
+    """Where a server process writes its log."""
+    start_timeout_s: float = 600.0
+    """Longest wait until the engine is ready."""
