@@ -35,9 +35,7 @@ def with_other(specs, field):
     for spec in specs:
         taken = {getattr(spec, field)} | (set() if field == "shape" else {spec.color, spec.background})
         other = next(value for value in values if value not in taken)
-        changed.append(
-            ShapeSpec(**{"color": spec.color, "shape": spec.shape, "background": spec.background, field: other})
-        )
+        changed.append(dataclasses.replace(spec, **{field: other}))
     return changed
 
 
