@@ -1,0 +1,191 @@
+"""The prompts of a run: checked once, shuffled by seed, found again by rollout id.
+
+`PromptSource.batch(rollout_id)` is a pure function of the file, the seed and the id. It keeps no position, so a
+resumed run, a second rank or a second process draws the same prompts without being told where the first one was.
+"""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GENERATION_TASKS = ("t2i",)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One line of a prompt file."""
+
+    prompt: str
+    sample_id: str | None
+    """`metadata.sample_id`; None where the file gives none."""
+    metadata: dict[str, Any]
+
+
+class PromptFileError(ValueError):
+    """A prompt file that no run can use: the file, and each problem with its line."""
+
+    SHOWN = 10
+
+    def __init__(self, path: str, problems: tuple[str, ...]):
+        super().__init__(path, problems)  # pickle rebuilds from these
+        self.path, self.problems = path, problems
+
+    def __str__(self) -> str:
+        shown = "\n".join(f"  {problem}" for problem in self.problems[: self.SHOWN])
+        more = len(self.problems) - self.SHOWN
+        return (
+            f"{self.path} is not a usable prompt file: {len(self.problems)} problem(s)\n{shown}"
+            + (f"\n  and {more} more" if more > 0 else "")
+            + "\nhint: `dataprep prepare` and `dataprep curate` write usable files; "
+            f"`dataprep inspect --train {self.path}` shows everything"
+        )
+
+
+class PromptSource:
+    """Batches of prompts from one D1 file, the same on every rank and after every resume.
+
+    An epoch is one shuffle of the file. It gives `batches_per_epoch` whole batches; the few prompts left over
+    wait for the next shuffle, so that no batch holds a prompt twice (two groups of one prompt would draw the
+    same pictures). Only the lines' positions are held in memory: 8 bytes a prompt.
+    """
+
+    def __init__(self, path: str | Path, *, seed: int, batch_size: int):
+        """Reads and checks the whole file. Raises PromptFileError with every problem, or ValueError."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.path, self.seed, self.batch_size = Path(path), seed, batch_size
+        self._offsets = array("Q")
+        problems: list[str] = []
+        digest = hashlib.sha256()
+        for offset, raw, problem in _checked_lines(self.path):
+            digest.update(raw)
+            if problem:
+                problems.append(problem)
+            else:
+                self._offsets.append(offset)
+        if not problems and len(self) < batch_size:
+            problems = [
+                f"it has {len(self)} prompts, fewer than a batch of {batch_size}: a batch would hold a prompt twice. "
+                "Lower --rollout-batch-size or add prompts"
+            ]
+        if problems:
+            raise PromptFileError(str(path), tuple(problems))
+        self.fingerprint = digest.hexdigest()
+        """SHA-256 of the non-blank lines: a resumed run can check that its prompts are the same."""
+        self._epoch = -1
+        self._order = array("Q")
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return len(self) // self.batch_size
+
+    def batch(self, rollout_id: int) -> list[Prompt]:
+        """The `batch_size` prompts of this rollout, counted from 0."""
+        if rollout_id < 0:
+            raise ValueError(f"rollout_id counts from 0, got {rollout_id}")
+        epoch, position = divmod(rollout_id, self.batches_per_epoch)
+        order = self._shuffled(epoch)
+        return self._read(order[position * self.batch_size : (position + 1) * self.batch_size])
+
+    def all(self) -> Iterator[Prompt]:
+        """Every prompt in file order, for evaluation."""
+        for start in range(0, len(self), 1024):
+            yield from self._read(range(start, min(start + 1024, len(self))))
+
+    def _shuffled(self, epoch: int) -> array:
+        """The order of one epoch: line numbers sorted by a keyed hash, so no random generator's version matters."""
+        if epoch != self._epoch:
+            key = f"{self.seed}:{epoch}".encode()
+
+            def rank(index: int) -> bytes:
+                return hashlib.blake2b(index.to_bytes(8, "little"), key=key, digest_size=16).digest()
+
+            self._order = array("Q", sorted(range(len(self)), key=rank))
+            self._epoch = epoch
+        return self._order
+
+    def _read(self, indices: Any) -> list[Prompt]:
+        prompts = []
+        with open(self.path, "rb") as file:
+            for index in indices:
+                file.seek(self._offsets[index])
+                prompts.append(_prompt(file.readline()))
+        return prompts
+
+
+def validate_prompt_file(path: str | Path, *, max_lines: int | None = 50_000) -> list[str]:
+    """What is wrong with a prompt file, in words; empty if nothing is. Never raises for a bad file.
+
+    Reads at most `max_lines` lines (None: all), so that preflight stays quick; `PromptSource` reads all.
+    """
+    problems = []
+    for number, (_, _, problem) in enumerate(_checked_lines(Path(path)), start=1):
+        if problem:
+            problems.append(problem)
+        if max_lines is not None and number >= max_lines:
+            break
+    return problems
+
+
+def _checked_lines(path: Path) -> Iterator[tuple[int, bytes, str]]:
+    """(offset, line, problem or "") for each non-blank line; one entry for a file that cannot be read or is empty."""
+    if not path.is_file():
+        yield 0, b"", f"{path}: no such file" if not path.exists() else f"{path}: not a file"
+        return
+    seen: dict[str, int] = {}
+    lines = offset = 0
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if raw.strip():
+                lines += 1
+                yield offset, raw, _line_problem(raw, number, seen)
+            offset += len(raw)
+    if not lines:
+        yield 0, b"", f"{path}: the file is empty, it has no prompt"
+
+
+def _line_problem(raw: bytes, number: int, seen: dict[str, int]) -> str:
+    """What is wrong with one line, or "". `seen` maps sample_id to its first line."""
+    try:
+        record = json.loads(raw)
+    except UnicodeDecodeError as error:
+        return f"line {number}: not UTF-8 at byte {error.start}"
+    except json.JSONDecodeError as error:
+        return f"line {number}: not JSON: {error.msg} at column {error.colno}"
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 10,000 nested lists
+        return f"line {number}: not JSON that can be read: {error}"
+    if not isinstance(record, dict):
+        return f"line {number}: a {type(record).__name__}, not a JSON object"
+    prompt, metadata = record.get("prompt"), record.get("metadata")
+    if not isinstance(prompt, str) or not prompt.strip():
+        found = "no `prompt`" if "prompt" not in record else f"`prompt` is {prompt!r}"
+        return f"line {number}: {found}; it must be a text that is not blank"
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return f"line {number}: `prompt` holds half of a surrogate pair, which is no character"
+    if not isinstance(metadata, dict):
+        return f"line {number}: no `metadata` object"
+    if (task := metadata.get("task")) not in GENERATION_TASKS:
+        return f"line {number}: metadata.task is {task!r}; it must be one of {', '.join(GENERATION_TASKS)}"
+    sample_id = metadata.get("sample_id")
+    if sample_id is None:
+        return ""
+    if not isinstance(sample_id, str) or not sample_id:
+        return f"line {number}: metadata.sample_id is {sample_id!r}; it must be a text that is not empty"
+    if (first := seen.setdefault(sample_id, number)) != number:
+        return f"line {number}: metadata.sample_id {sample_id!r} was already used in line {first}"
+    return ""
+
+
+def _prompt(raw: bytes) -> Prompt:
+    record = json.loads(raw)
+    metadata = record["metadata"]
+    return Prompt(record["prompt"], metadata.get("sample_id"), metadata)
