@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+from flowgrpo_rewards.protocol import Invalid, RewardSample, Value
 from flowgrpo_rewards.shapes import (
     COLORS,
     SHAPES,
@@ -23,9 +24,14 @@ def pictures(specs, *, size=24, seed=0):
     return [Image.fromarray(array) for array in render(specs, size=size, seed=seed)]
 
 
+def samples_of(images, prompts):
+    pairs = enumerate(zip(images, prompts, strict=True))
+    return [RewardSample(image=image, prompt=prompt, group_index=0, slot=slot) for slot, (image, prompt) in pairs]
+
+
 def mean_scores(images, specs):
-    scores = ShapeScorer().score(images, [spec.caption for spec in specs], [{}] * len(specs))
-    return {name: np.mean([score[name] for score in scores]) for name in COMPONENTS}
+    scores = ShapeScorer().score(samples_of(images, [spec.caption for spec in specs]))
+    return {name: np.mean([score[name].value for score in scores]) for name in COMPONENTS}
 
 
 def with_other(specs, field):
@@ -157,23 +163,38 @@ def test_a_score_does_not_depend_on_the_other_pictures_of_the_call():
     specs = all_specs()[:10]
     images = pictures(specs[:5]) + pictures(specs[5:], size=32)
     prompts = [spec.caption for spec in specs]
-    together = ShapeScorer().score(images, prompts)
-    alone = [ShapeScorer().score([image], [prompt])[0] for image, prompt in zip(images, prompts, strict=True)]
+    samples = samples_of(images, prompts)
+    together = ShapeScorer().score(samples)
+    alone = [ShapeScorer().score([sample])[0] for sample in samples]
     assert together == alone
 
 
-def test_counts_that_differ_and_pictures_too_small_are_refused():
+def test_a_path_and_an_array_score_as_the_picture_does(tmp_path):
     spec = all_specs()[0]
-    with pytest.raises(ValueError):
-        ShapeScorer().score(pictures([spec]), [spec.caption] * 2)
-    with pytest.raises(ValueError):
-        ShapeScorer().score([Image.new("RGB", (6, 6))], [spec.caption])
+    [image] = pictures([spec])
+    image.save(tmp_path / "picture.png")
+    forms = [image, tmp_path / "picture.png", str(tmp_path / "picture.png"), np.asarray(image)]
+    first, *others = ShapeScorer().score(samples_of(forms, [spec.caption] * len(forms)))
+    assert others == [first] * 3
+
+
+def test_a_foreign_prompt_or_a_tiny_picture_is_invalid_and_spoils_no_neighbour():
+    spec = all_specs()[0]
+    [image] = pictures([spec])
+    images = [image, image, Image.new("RGB", (6, 6))]
+    good, foreign, tiny = ShapeScorer().score(samples_of(images, [spec.caption, "a cat", spec.caption]))
+    assert good["correct"] == Value(1.0)
+    for result in (foreign, tiny):
+        assert set(result) == set(COMPONENTS)
+        assert all(isinstance(value, Invalid) for value in result.values())
+    assert "a cat" in foreign["shape"].reason
+    assert "6 x 6" in tiny["shape"].reason
 
 
 def test_128_pictures_are_scored_well_within_a_rollout():
     """0.02 s measured on one core; the bound leaves room for a loaded machine."""
     specs = [*all_specs(), *all_specs()[:8]]
-    images, prompts = pictures(specs), [spec.caption for spec in specs]
+    samples = samples_of(pictures(specs), [spec.caption for spec in specs])
     started = time.process_time()
-    ShapeScorer().score(images, prompts)
+    ShapeScorer().score(samples)
     assert time.process_time() - started < 0.3

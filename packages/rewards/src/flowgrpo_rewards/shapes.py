@@ -10,6 +10,7 @@ Shapes: B pictures, H x W pixels, C = 3 colour channels, K kinds of shape. Units
 half-widths of the picture, so -1 and 1 are its edges; y points down.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from flowgrpo_rewards.protocol import Invalid, RewardSample, SampleResult, Value
 
 COLORS: Mapping[str, tuple[int, int, int]] = {
     "red": (220, 40, 40),
@@ -188,35 +191,50 @@ class ShapeScorer:
     def __init__(self, *, model_path: str | None = None, device: str = "cpu") -> None:
         del model_path, device
 
-    def score(
-        self,
-        images: Sequence[Image.Image],
-        prompts: Sequence[str],
-        metadata: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[dict[str, float]]:
-        """One dict of components per picture; pictures of one call may differ in size.
+    def score(self, samples: Sequence[RewardSample]) -> list[SampleResult]:
+        """One entry per component and sample; pictures of one call may differ in size.
 
-        Raises CaptionError for a prompt outside the grammar, ValueError if the counts differ or a side of a picture
-        is under 8 pixels.
+        A prompt outside the grammar, or a picture with a side under 8 pixels, is `Invalid` in every component.
         """
-        del metadata
-        if len(images) != len(prompts):
-            raise ValueError(f"{len(images)} images with {len(prompts)} prompts: give one prompt per image")
-        specs = [parse_caption(prompt) for prompt in prompts]
-        arrays = [np.asarray(image.convert("RGB")) for image in images]
-        scores: list[dict[str, float]] = [{} for _ in arrays]
-        for shape in {array.shape for array in arrays}:
-            rows = [i for i, array in enumerate(arrays) if array.shape == shape]
-            parts = score_pixels(np.stack([arrays[i] for i in rows]), [specs[i] for i in rows])
+        results: list[SampleResult] = [{} for _ in samples]
+        rows_by_size: dict[tuple[int, ...], list[int]] = {}
+        pictures = [_rgb(sample.image) for sample in samples]
+        specs: dict[int, ShapeSpec] = {}
+        for row, (sample, picture) in enumerate(zip(samples, pictures, strict=True)):
+            try:
+                specs[row] = parse_caption(sample.prompt)
+                _check_size(picture.shape[:2])
+                rows_by_size.setdefault(picture.shape, []).append(row)
+            except ValueError as error:
+                results[row] = dict.fromkeys(self.components, Invalid(str(error)))
+        for rows in rows_by_size.values():
+            parts = score_pixels(np.stack([pictures[row] for row in rows]), [specs[row] for row in rows])
             for position, row in enumerate(rows):
-                scores[row] = {name: float(value_B[position]) for name, value_B in parts.items()}
-        return scores
+                results[row] = {name: Value(float(value_B[position])) for name, value_B in parts.items()}
+        return results
+
+
+def _rgb(image: Any) -> np.ndarray:
+    """uint8 [H, W, 3] of a picture, its path, or an array or CPU tensor of that form."""
+    if isinstance(image, str | os.PathLike):
+        with Image.open(image) as opened:
+            return np.asarray(opened.convert("RGB"))
+    if isinstance(image, Image.Image):
+        return np.asarray(image.convert("RGB"))
+    array = np.asarray(image)
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+        raise TypeError(f"a picture must be uint8 [height, width, 3], got {array.dtype} {list(array.shape)}")
+    return array
+
+
+def _check_size(size: tuple[int, ...]) -> None:
+    if min(size) < 8:
+        raise ValueError(f"a picture of {size[0]} x {size[1]} pixels cannot be measured: use 8 x 8 or more")
 
 
 def score_pixels(picture_BHWC: np.ndarray, specs: Sequence[ShapeSpec]) -> dict[str, np.ndarray]:
-    """The components of ShapeScorer, each [B] float32, for uint8 pictures of one size."""
-    if min(picture_BHWC.shape[1:3]) < 8:
-        raise ValueError(f"pictures of {picture_BHWC.shape[1:3]} pixels cannot be measured: use 8 or more")
+    """The components of ShapeScorer, each [B] float32, for uint8 pictures of one size, 8 x 8 or more."""
+    _check_size(picture_BHWC.shape[1:3])
     picture_BHWC = picture_BHWC.astype(np.float32) / 255.0
     rows = np.arange(len(specs))
     color_B = np.array([_COLOR_NAMES.index(spec.color) for spec in specs])
