@@ -1,0 +1,198 @@
+"""What one weight sync sends, agreed before a byte moves: names, shapes, wire dtype, and the version they make."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal, Self, get_args
+
+WireDtype = Literal["bf16", "fp32"]
+SyncMode = Literal["full", "adapter"]
+
+ITEM_BYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
+MAX_WORDS = 2**32 - 2
+"""Longest tensor in 4-byte words (16 GiB): the fingerprint gives each word position a key of its own."""
+
+# Modules that sharding, checkpointing, torch.compile and PEFT put around a module; never part of a wire name.
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "base_layer"})
+_PEFT_PREFIX = ("base_model", "model")
+_LORA_PARTS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"})
+
+
+class ManifestError(ValueError):
+    """A manifest is cut short, contradicts itself, or lists something that cannot be sent."""
+
+
+def strip_transport_wrappers(name: str) -> str:
+    """The name a parameter has in the plain model.
+
+    Drops `_checkpoint_wrapped_module`, `_fsdp_wrapped_module`, `_orig_mod` and PEFT's `base_model.model.`,
+    `base_layer` and adapter name: `base_model.model.blocks.0._checkpoint_wrapped_module.to_q.lora_A.default.weight`
+    becomes `blocks.0.to_q.lora_A.weight`.
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    if tuple(parts[:2]) == _PEFT_PREFIX:
+        parts = parts[2:]
+    kept: list[str] = []
+    for at, part in enumerate(parts):
+        is_adapter_name = at > 0 and parts[at - 1] in _LORA_PARTS and part not in ("weight", "bias")
+        if not is_adapter_name:
+            kept.append(part)
+    return ".".join(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor on the wire."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: WireDtype
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire, without padding."""
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+def ordered_name_shape_hash(tensors: Iterable[TensorEntry]) -> str:
+    """SHA-256 over `name`, dtype and shape of each tensor in order; 64 hex digits."""
+    lines = (f"{t.name}\0{t.dtype}\0{','.join(map(str, t.shape))}\n" for t in tensors)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullWeightManifest:
+    """The content of one transaction. Complete: whatever the engine may take is in it, in the order of sending."""
+
+    version: int
+    """The policy version that a commit makes; above the one the engine serves."""
+    mode: SyncMode
+    """`full`: the transformer (also with LoRA merged into it). `adapter`: only the LoRA tensors."""
+    wire_dtype: WireDtype
+    tensors: tuple[TensorEntry, ...]
+    base_version: int | None = None
+    """The version that the engine must serve now. None: any, as after an engine's restart."""
+    fingerprints: tuple[int, ...] | None = None
+    """One for each tensor, unsigned 64-bit; None until the tensors are packed."""
+    tensor_count: int
+    total_bytes: int
+    ordered_name_shape_hash: str
+
+    @classmethod
+    def build(
+        cls,
+        shapes: Iterable[tuple[str, Sequence[int]]],
+        *,
+        version: int,
+        mode: SyncMode = "full",
+        wire_dtype: WireDtype = "bf16",
+        base_version: int | None = None,
+    ) -> Self:
+        """From (wire name, shape) in the order of sending. Raises ManifestError, naming every tensor at fault."""
+        tensors = tuple(TensorEntry(name, tuple(int(n) for n in shape), wire_dtype) for name, shape in shapes)
+        manifest = cls(
+            version=version,
+            mode=mode,
+            wire_dtype=wire_dtype,
+            tensors=tensors,
+            base_version=base_version,
+            tensor_count=len(tensors),
+            total_bytes=sum(t.nbytes for t in tensors) if wire_dtype in ITEM_BYTES else 0,
+            ordered_name_shape_hash=ordered_name_shape_hash(tensors),
+        )
+        _check(manifest)
+        return manifest
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(t.name for t in self.tensors)
+
+    def sealed(self, fingerprints: Sequence[int]) -> Self:
+        """The same manifest with the fingerprints of what was packed."""
+        if len(fingerprints) != len(self.tensors):
+            raise ManifestError(f"{len(fingerprints)} fingerprints for {len(self.tensors)} tensors")
+        return replace(self, fingerprints=tuple(fingerprints))
+
+    def to_json(self) -> str:
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _SCALARS}
+        fields["tensors"] = [[t.name, list(t.shape), t.dtype] for t in self.tensors]
+        fields["fingerprints"] = list(self.fingerprints) if self.fingerprints is not None else None
+        return json.dumps(fields, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises ManifestError if the text is cut, or its count, bytes or hash are not those of its tensors."""
+        try:
+            f = json.loads(text)
+            tensors = tuple(
+                TensorEntry(_text(name), tuple(_whole(n) for n in shape), dtype) for name, shape, dtype in f["tensors"]
+            )
+            slots = f["fingerprints"]
+            manifest = cls(
+                tensors=tensors,
+                fingerprints=tuple(_whole(value) for value in slots) if slots is not None else None,
+                **{name: f[name] for name in _SCALARS},
+            )
+            _check(manifest)
+        except ManifestError:
+            raise
+        except (ValueError, KeyError, TypeError) as error:
+            raise ManifestError(f"not a weight manifest ({error}): {text[:80]!r}") from error
+        return manifest
+
+
+_SCALARS = (
+    "version",
+    "mode",
+    "wire_dtype",
+    "base_version",
+    "tensor_count",
+    "total_bytes",
+    "ordered_name_shape_hash",
+)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ManifestError(f"a tensor name must be a string, got {value!r}")
+    return value
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ManifestError(f"needs an integer of at least 0, got {value!r}")
+    return value
+
+
+def _check(manifest: FullWeightManifest) -> None:
+    """Every rule a manifest must keep, whoever made it."""
+    tensors = manifest.tensors
+    if _whole(manifest.version) < 1:
+        raise ManifestError("version must be at least 1: 0 is what an engine starts with")
+    if manifest.base_version is not None:
+        _whole(manifest.base_version)
+    if manifest.mode not in get_args(SyncMode):
+        raise ManifestError(f"mode must be one of {get_args(SyncMode)}, got {manifest.mode!r}")
+    if strange := ({str(t.dtype) for t in tensors} | {str(manifest.wire_dtype)}) - set(get_args(WireDtype)):
+        raise ManifestError(f"wire dtype must be one of {get_args(WireDtype)}, got {sorted(strange)}")
+    if not tensors:
+        raise ManifestError("no tensor to send")
+    if twice := [name for name, count in Counter(t.name for t in tensors).items() if count > 1]:
+        raise ManifestError(f"names given more than once: {', '.join(twice)}")
+    if empty := [t.name for t in tensors if t.numel == 0]:
+        raise ManifestError(f"tensors without elements: {', '.join(empty)}")
+    if long := [t.name for t in tensors if t.nbytes > 4 * MAX_WORDS]:
+        raise ManifestError(f"tensors above 16 GiB, which have no fingerprint: {', '.join(long)}")
+    stated = (manifest.tensor_count, manifest.total_bytes, manifest.ordered_name_shape_hash)
+    actual = (len(tensors), sum(t.nbytes for t in tensors), ordered_name_shape_hash(tensors))
+    if stated != actual:
+        raise ManifestError(f"count, bytes and hash are stated as {stated} and are {actual}: some were lost")
+    if manifest.fingerprints is not None and len(manifest.fingerprints) != len(tensors):
+        raise ManifestError(f"{len(manifest.fingerprints)} fingerprints for {len(tensors)} tensors")
