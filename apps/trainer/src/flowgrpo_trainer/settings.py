@@ -4,14 +4,12 @@ No torch here: preflight answers in under half a second. What the settings must 
 `preflight`; where their values come from (recipe, environment, command line) is in `cli`.
 """
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-from flowgrpo_fsdp_actor.config import ActorConfig
-from flowgrpo_rewards.config import RewardConfig
-from flowgrpo_rollout_sglang.config import EngineConfig, SamplingConfig
+from flowgrpo_rollout_sglang.config import SamplingConfig
 from tyro.conf import OmitArgPrefixes
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -23,12 +21,12 @@ ENGINE_PATH = "flowgrpo_rollout_sglang.engine.SGLangNativeGenerationEngine"
 ROLLOUT_PATH = "flowgrpo_trainer.rollout.generate_rollout"
 CONVERT_PATH = "flowgrpo_trainer.rollout.convert_samples_to_train_data"
 POST_PROCESS_PATH = "flowgrpo_rewards.post_process"
+JSON_FLAGS = ("resource", "sampling_config", "reward_required_components", "reward_component_weights")
+"""Flags whose value is JSON text; `cli` writes them so."""
 
 
 def _json(parse: Any, metavar: str) -> Any:
     """A flag whose value is JSON text, parsed by `parse`."""
-    import json
-
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
@@ -39,14 +37,10 @@ def _json(parse: Any, metavar: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    from dataclasses import asdict
-
     return asdict(value)
 
 
 def _parse_object(text: str) -> dict[str, Any]:
-    import json
-
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {text}")
@@ -54,8 +48,6 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 
 def _parse_list(text: str) -> tuple[str, ...]:
-    import json
-
     value = json.loads(text)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"expected a JSON list of strings, got {text}")
@@ -176,9 +168,11 @@ class AlgorithmSettings:
     num_updates_per_batch: int = 2
     """Disjoint optimizer steps that one rollout is split into."""
     micro_batch_size: int = 1
-    """Candidates of a group that one micro-batch holds."""
+    """Candidates of a group that one micro-batch holds, where it divides; 0 is all of a rank's share."""
     replay_join: int | None = None
-    """Candidate-steps joined in one replay forward; none chooses."""
+    """Transitions (a candidate at a step) joined in one replay forward; none chooses."""
+    replay_compile: bool = False
+    """Compile the repeated transformer blocks."""
     kl_coef: float = 0.0
     """Refused unless 0: there is no reference model."""
     use_kl_loss: bool = False
@@ -291,6 +285,10 @@ class RewardSettings:
     """JSON list of components that every picture must have."""
     reward_component_weights: ObjectFlag = field(default_factory=dict)
     """JSON: weight of each component in the advantage."""
+    reward_batch_size: int = 64
+    """Pictures given to the scorer at once."""
+    reward_timeout_s: float = 600.0
+    """Longest time for one batch, in seconds."""
     custom_reward_post_process_path: str = POST_PROCESS_PATH
     """Dotted path of the reward step."""
 
@@ -342,3 +340,25 @@ class Settings:
     reward: OmitArgPrefixes[RewardSettings] = field(default_factory=RewardSettings)
     checkpoint: OmitArgPrefixes[CheckpointSettings] = field(default_factory=CheckpointSettings)
     tracking: OmitArgPrefixes[TrackingSettings] = field(default_factory=TrackingSettings)
+
+    def flat(self) -> dict[str, Any]:
+        """Every setting by its flag's name, without the groups."""
+        groups = (getattr(self, group.name) for group in fields(self))
+        return {item.name: getattr(group, item.name) for group in groups for item in fields(group)}
+
+    @property
+    def std_mode(self) -> Literal["group", "batch", "none"]:
+        """The advantage's divisor after both switches and the forced case of one sample per prompt (M4)."""
+        if self.rollout.n_samples_per_prompt == 1 or self.algorithm.disable_grpo_std_normalization:
+            return "none"
+        return self.algorithm.generative_advantage_std_mode or "group"
+
+    @property
+    def weight_sync_mode(self) -> Literal["full", "adapter"]:
+        """Derived from the LoRA mode (W1)."""
+        return "adapter" if self.lora.lora_adapter_mode else "full"
+
+    def world_size(self, role: Literal["actor", "rollout"]) -> int:
+        """Devices of a role: nodes times devices per node."""
+        nodes, per_node = self.run.resource[role]
+        return nodes * per_node

@@ -1,0 +1,335 @@
+"""What settings must satisfy together: every problem is found before anything starts, all at once.
+
+No torch, no model, no Ray: it answers in under half a second on a laptop.
+Called by: `main`, before any service starts. Next on the reading path: `loop`.
+"""
+
+import ast
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from flowgrpo_dataprep.source import validate_prompt_file
+from flowgrpo_rollout_sglang.config import Problem
+
+from flowgrpo_trainer.settings import GENERATION_TASKS, Settings
+from flowgrpo_trainer.wiring import actor_config, reward_config
+
+HEADER = "Generative RL config validation failed:"
+
+
+class ConfigError(ValueError):
+    """All that is wrong with the settings. `problems` has each one's value, rule and remedy."""
+
+    def __init__(self, problems: tuple[Problem, ...]):
+        super().__init__(problems)  # pickle, and so Ray, rebuilds from these
+        self.problems = problems
+
+    def __str__(self) -> str:
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}; nothing was started"
+        listed = "\n\n".join(f"{i}. {problem}" for i, problem in enumerate(self.problems, 1))
+        return f"{HEADER} {count}\n\n{listed}"
+
+
+def validate_generative_config(settings: Settings) -> list[str]:
+    """Raises one ConfigError (a ValueError) with every violation; returns the warnings."""
+    problems = tuple(_problems(settings))
+    if problems:
+        raise ConfigError(problems)
+    return list(_warnings(settings))
+
+
+def _problems(s: Settings) -> Iterator[Problem]:
+    yield from _scope_problems(s)
+    yield from _model_problems(s)
+    yield from _trainable_problems(s)
+    yield from s.rollout.sampling_config.problems()
+    yield from _sync_problems(s)
+    yield from _batch_problems(s)
+    yield from _reward_problems(s)
+    yield from _data_problems(s)
+    yield from _hook_problems(s)
+    yield from _place_problems(s)
+
+
+def _scope_problems(s: Settings) -> Iterator[Problem]:
+    """What this system does not do is refused, never ignored (S1 to S4)."""
+    run, algorithm = s.run, s.algorithm
+    if run.train_backend != "fsdp":
+        yield Problem(f"--train-backend {run.train_backend}", "FSDP2 is the only training backend.", "use fsdp")
+    if not run.colocate:
+        yield Problem("--colocate is missing", "Only the synchronous colocate mode exists.", "add --colocate")
+    for flag, given in (("--fully-async", run.fully_async), ("--hybrid", run.hybrid)):
+        if given:
+            yield Problem(flag, "Only the synchronous colocate mode exists.", f"leave {flag} out")
+    if algorithm.kl_coef != 0.0:
+        yield Problem(f"--kl-coef {algorithm.kl_coef}", "There is no reference model.", "set --kl-coef 0")
+    refused = (
+        ("--use-kl-loss", algorithm.use_kl_loss, "There is no reference model."),
+        ("--use-dynamic-batch-size", algorithm.use_dynamic_batch_size, "Latents have a fixed shape."),
+        ("--max-tokens-per-gpu", algorithm.max_tokens_per_gpu is not None, "Latents have a fixed shape."),
+        ("--autoscaler-config", run.autoscaler_config is not None, "Diffusion engines cannot scale out."),
+        ("--save-hf", s.checkpoint.save_hf is not None, "Checkpoints are exported offline, by `trainer export`."),
+        (
+            "--load-debug-rollout-data",
+            s.rollout.load_debug_rollout_data is not None,
+            "The actor reads rows and sidecars of the run itself.",
+        ),
+    )
+    for flag, given, why in refused:
+        if given:
+            yield Problem(flag, why, f"leave {flag} out")
+    if algorithm.advantage_estimator != "grpo":
+        yield Problem(
+            f"--advantage-estimator {algorithm.advantage_estimator}", "grpo is the only estimator.", "use grpo"
+        )
+
+
+def _model_problems(s: Settings) -> Iterator[Problem]:
+    task = s.model.generation_task
+    if task not in GENERATION_TASKS:
+        yield Problem(
+            f"--generation-task {task}",
+            f"The tasks are {', '.join(GENERATION_TASKS)}.",
+            f"use --generation-task {GENERATION_TASKS[0]}",
+        )
+    if not s.model.model_adapter_path:
+        yield Problem("--model-adapter-path is missing", "It says how the model is replayed.", "name an adapter class")
+    if not s.model.model_path:
+        yield Problem("--model-path is missing", "There is no model to train.", "name a folder in diffusers layout")
+        return
+    folder = Path(s.model.model_path)
+    if not folder.is_dir():
+        yield Problem(f"--model-path {folder}", "The folder does not exist.", "download the model there first")
+        return
+    parts = ("model_index.json", "transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json")
+    if missing := [part for part in parts if not (folder / part).is_file()]:
+        yield Problem(
+            f"--model-path {folder}",
+            f"It is no complete pipeline in diffusers layout: {', '.join(missing)} missing.",
+            "name the folder that holds model_index.json, transformer/, vae/, text_encoder/, tokenizer/, scheduler/",
+        )
+
+
+def _trainable_problems(s: Settings) -> Iterator[Problem]:
+    """What is trained; the actor's own rules are asked of the actor's own config."""
+    mode, lora = s.fsdp.fsdp_trainable_mode, s.lora
+    if mode not in ("full", "lora"):
+        yield Problem(f"--fsdp-trainable-mode {mode}", "It is full or lora.", "use full, or lora with --lora-rank")
+        return
+    yield from actor_config(s, device="cpu").problems()
+    if mode == "lora" and lora.lora_rank > 0:
+        if lora.lora_alpha <= 0:
+            yield Problem(
+                f"--lora-alpha {lora.lora_alpha}", "The adapter's scale is alpha / rank.", "use twice the rank"
+            )
+        if not lora.lora_adapter_mode and not lora.lora_merge_mode:
+            yield Problem(
+                "neither --lora-adapter-mode nor --lora-merge-mode",
+                "An engine takes either the adapter alone or the merged transformer.",
+                "add --lora-adapter-mode",
+            )
+
+
+def _sync_problems(s: Settings) -> Iterator[Problem]:
+    sync, lora = s.sync, s.lora
+    if sync.weight_sync_mode is not None and sync.weight_sync_mode != s.weight_sync_mode:
+        yield Problem(
+            f"--weight-sync-mode {sync.weight_sync_mode}",
+            f"The mode follows from the LoRA flags: here it is {s.weight_sync_mode}.",
+            "leave --weight-sync-mode out, or set --lora-adapter-mode to match",
+        )
+    if lora.lora_adapter_mode and s.fsdp.fsdp_trainable_mode != "lora":
+        yield Problem(
+            f"--lora-adapter-mode, --fsdp-trainable-mode {s.fsdp.fsdp_trainable_mode}",
+            "Only LoRA training has an adapter to send.",
+            "add --fsdp-trainable-mode lora, or leave --lora-adapter-mode out",
+        )
+    computes = s.fsdp.fsdp_param_dtype
+    if sync.weight_sync_wire_dtype != "bf16" and (sync.weight_sync_wire_dtype, computes) != ("fp32", "fp32"):
+        yield Problem(
+            f"--weight-sync-wire-dtype {sync.weight_sync_wire_dtype}, --fsdp-param-dtype {computes}",
+            "The wire carries what the actor computes with: bf16, or fp32 where it computes in fp32.",
+            "use --weight-sync-wire-dtype bf16",
+        )
+    if sync.weight_sync_bucket_size_mb < 1:
+        yield Problem(
+            f"--weight-sync-bucket-size-mb {sync.weight_sync_bucket_size_mb}", "It must be at least 1.", "use 512"
+        )
+
+
+def _batch_problems(s: Settings) -> Iterator[Problem]:
+    rollout, algorithm = s.rollout, s.algorithm
+    product = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    positive = ("rollout_batch_size", "n_samples_per_eval_prompt")
+    for name in positive:
+        if getattr(rollout, name) < 1:
+            yield Problem(f"--{name.replace('_', '-')} {getattr(rollout, name)}", "It must be at least 1.", "raise it")
+    if algorithm.num_updates_per_batch < 1 or rollout.n_samples_per_prompt < 1:
+        return  # said by the actor's own rules
+    if rollout.global_batch_size is not None and rollout.global_batch_size != product:
+        yield Problem(
+            f"--global-batch-size {rollout.global_batch_size}",
+            f"It is rollout-batch-size * n-samples-per-prompt = {product}.",
+            f"set it to {product}, or leave it out",
+        )
+    for role in ("actor", "rollout"):
+        shape = s.run.resource.get(role)
+        if not (
+            isinstance(shape, list | tuple) and len(shape) == 2 and all(isinstance(n, int) and n > 0 for n in shape)
+        ):
+            yield Problem(
+                f"--resource {s.run.resource}",
+                f'"{role}" must be [nodes, devices per node], both at least 1.',
+                'e.g. \'{"actor": [1, 8], "rollout": [1, 8]}\'',
+            )
+            return
+    world, per_engine = s.world_size("actor"), rollout.rollout_num_gpus_per_engine
+    if per_engine < 1 or world % per_engine:
+        yield Problem(
+            f"--rollout-num-gpus-per-engine {per_engine}, actor world {world}",
+            "Every engine's devices must tile the actor's ranks, or weights cannot go card to card.",
+            "choose a divisor of the actor's world size",
+        )
+    elif s.world_size("rollout") != world:
+        yield Problem(
+            f"--resource {s.run.resource}",
+            "Actor and engines share the same devices: both roles must have as many.",
+            "give actor and rollout the same [nodes, devices]",
+        )
+    yield from _update_problems(s, world)
+
+
+def _update_problems(s: Settings, world: int) -> Iterator[Problem]:
+    """T6: the updates of a rollout are disjoint and equal."""
+    N, G, updates = s.rollout.n_samples_per_prompt, s.rollout.rollout_batch_size, s.algorithm.num_updates_per_batch
+    local = G * (N // world if N % world == 0 else N)
+    if local % updates:
+        yield Problem(
+            f"--num-updates-per-batch {updates}",
+            f"A rank replays {local} candidates, which do not split into {updates} equal updates.",
+            "choose a divisor, or another rollout-batch-size",
+        )
+
+
+def _reward_problems(s: Settings) -> Iterator[Problem]:
+    reward = s.reward
+    for problem in reward_config(s).problems():
+        yield Problem(problem.where, problem.why, problem.fix)
+    if not reward.reward_component_weights:
+        yield Problem(
+            "--reward-component-weights is missing", "No component would count.", "e.g. '{\"pickscore\": 1.0}'"
+        )
+    if reward.reward_model_path and not Path(reward.reward_model_path).is_dir():
+        yield Problem(
+            f"--reward-model-path {reward.reward_model_path}", "The folder does not exist.", "download the model first"
+        )
+
+
+def _data_problems(s: Settings) -> Iterator[Problem]:
+    files = [("--prompt-data", s.rollout.prompt_data)]
+    if s.rollout.eval_prompt_data is not None:
+        files.append(("--eval-prompt-data", s.rollout.eval_prompt_data[1]))
+    for flag, path in files:
+        if path is None:
+            yield Problem(f"{flag} is missing", "There are no prompts.", "name a JSONL file")
+            continue
+        for why in validate_prompt_file(path):
+            yield Problem(f"{flag} {path}", why, "mend the file; `dataprep inspect` shows all of it")
+
+
+def _hook_problems(s: Settings) -> Iterator[Problem]:
+    """E8: each dotted path names something that can be called; found without importing it."""
+    paths = (
+        ("--model-adapter-path", s.model.model_adapter_path),
+        ("--rollout-engine-class-path", s.rollout.rollout_engine_class_path),
+        ("--rollout-function-path", s.rollout.rollout_function_path),
+        ("--custom-convert-samples-to-train-data-path", s.rollout.custom_convert_samples_to_train_data_path),
+        ("--custom-reward-post-process-path", s.reward.custom_reward_post_process_path),
+        ("--reward-scorer-path", s.reward.reward_scorer_path),
+    )
+    for flag, path in paths:
+        if path and (why := dotted_path_problem(path)):
+            yield Problem(f"{flag} {path}", why, "write package.module.Name, importable from here")
+
+
+def dotted_path_problem(path: str) -> str | None:
+    """Why `path` names nothing callable, or None. Reads the module's source; imports only its parents."""
+    module, _, name = path.rpartition(".")
+    if not module:
+        return "It is no dotted path."
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        return f"Module {module} cannot be found: {error}."
+    if spec is None:
+        return f"There is no module {module}."
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None  # a compiled module: its real import at start decides
+    try:
+        tree = ast.parse(Path(spec.origin).read_text())
+    except (OSError, SyntaxError) as error:
+        return f"Module {module} cannot be read: {error}."
+    names, lazy = _top_level_names(tree)
+    if name not in names and not lazy:
+        return f"Module {module} has no {name}."
+    return None
+
+
+def _top_level_names(tree: ast.Module) -> tuple[set[str], bool]:
+    """Names that a module binds, and whether it also makes names on demand (PEP 562)."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names, "__getattr__" in names
+
+
+def _place_problems(s: Settings) -> Iterator[Problem]:
+    """Folders that the run writes: found read-only now, not after the first rollout."""
+    places = (
+        ("--artifact-root", s.rollout.artifact_root),
+        ("--run-dir", s.run.run_dir),
+        ("--save", s.checkpoint.save),
+    )
+    for flag, path in places:
+        if path is not None and (why := _write_problem(Path(path))):
+            yield Problem(f"{flag} {path}", why, "choose a folder that you may write")
+    if s.checkpoint.load is not None and not Path(s.checkpoint.load).is_dir():
+        yield Problem(f"--load {s.checkpoint.load}", "The folder does not exist.", "leave --load out to start afresh")
+
+
+def _write_problem(path: Path) -> str | None:
+    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        return f"{nearest} is a file, not a folder."
+    probe = nearest / f".flowgrpo-write-test-{os.getpid()}"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        return f"{nearest} cannot be written: {error.strerror}."
+    return None
+
+
+def _warnings(s: Settings) -> Iterator[str]:
+    if s.fsdp.fsdp_trainable_mode == "lora" and s.fsdp.fsdp_master_dtype != "fp32":
+        yield (
+            "LoRA without --fsdp-master-dtype fp32: a bf16 master rounds RL's small updates away; "
+            "loss and gradients look healthy while the policy stands still"
+        )
+    if s.checkpoint.async_save:
+        yield "--async-save has no effect: saves are synchronous"
+    if s.optimizer.lr_decay_style is not None and s.optimizer.fsdp_lr_scheduler == "constant":
+        yield "--lr-decay-style has no effect while --fsdp-lr-scheduler is constant"
+    if s.checkpoint.save_debug_train_data is not None:
+        yield "--save-debug-train-data has no effect: rows are indices, tensors are in the sidecars"
+    if s.fsdp.fsdp_param_dtype == "fp32" and s.sync.weight_sync_wire_dtype == "bf16":
+        yield "the actor computes in fp32 but engines get bf16 weights: they serve a slightly different policy"
+    if s.algorithm.num_updates_per_batch == 1:
+        yield "--num-updates-per-batch 1: the ratio is always 1, so nothing is ever clipped"

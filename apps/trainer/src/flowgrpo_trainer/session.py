@@ -1,0 +1,174 @@
+"""One run from its settings to its report: folders, workers, loop, and a clean end however it comes.
+
+Called by: `main.run`, after preflight. Next on the reading path: `loop`.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from flowgrpo_dataprep.source import PromptSource
+from flowgrpo_rollout_sglang.artifacts import ArtifactStore
+from rich.console import Console
+
+from flowgrpo_trainer import fleet as fleets
+from flowgrpo_trainer.cli import settings_as_json
+from flowgrpo_trainer.evaluate import Evaluator
+from flowgrpo_trainer.hooks import load_hook
+from flowgrpo_trainer.loop import Run, train
+from flowgrpo_trainer.parity import ParityGate
+from flowgrpo_trainer.progress import RunProgress
+from flowgrpo_trainer.recipe_record import write_recipe_record
+from flowgrpo_trainer.report import write_report
+from flowgrpo_trainer.rollout import RolloutContext
+from flowgrpo_trainer.run_folder import Evaluation, RunFolder
+from flowgrpo_trainer.settings import Settings
+from flowgrpo_trainer.sync import Publisher
+from flowgrpo_trainer.tracking import open_trackers
+
+
+def train_session(settings: Settings, recipe: str, warnings: Sequence[str]) -> int:
+    """Trains as `settings` say; returns the exit code. Errors pass through, after the report was written."""
+    started = time.monotonic()
+    assert settings.run.run_dir is not None
+    folder = RunFolder(settings.run.run_dir)
+    hooks = _hooks(settings)  # all imported, and their signatures checked, before a worker starts
+    prompts, held_out = _prompts(settings)
+    folder.start(settings_as_json(settings), total_rollouts=settings.run.num_rollouts)
+    write_recipe_record(settings, recipe, prompts.fingerprint)
+    progress = RunProgress(settings.run.num_rollouts, silent=settings.run.quiet)
+    tracker = open_trackers(
+        folder,
+        run_name=folder.path.name,
+        use_clearml=settings.tracking.use_clearml,
+        metrics_service=settings.tracking.use_metrics_service,
+        settings=settings_as_json(settings),
+        say=progress.note,
+    )
+    store = _store(settings)
+    try:
+        with progress:
+            progress.note(f"run folder: {folder.path}")
+            for warning in warnings:
+                progress.note(f"warning: {warning}")
+            adapter = hooks["model_adapter_path"](settings.model.model_path)
+            with fleets.running(settings, store, adapter.lora_target_modules, progress.note) as fleet:
+                context = RolloutContext(
+                    engines=fleet.engines,
+                    adapter=adapter,
+                    sampling=settings.rollout.sampling_config,
+                    generation_seed=settings.rollout.generation_seed,
+                    store=store,
+                )
+                train(_run(settings, hooks, prompts, held_out, context, folder, tracker, progress), fleet)
+        folder.mark_ended("finished")
+    except KeyboardInterrupt:
+        folder.mark_ended("interrupted", "stopped by Ctrl-C")
+        raise
+    except BaseException as error:
+        folder.mark_ended("failed", f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        tracker.close()
+        page = write_report(folder.path)
+        _say_result(folder, page, time.monotonic() - started)
+    return 0
+
+
+def _hooks(settings: Settings) -> dict[str, Any]:
+    """Every pluggable part of the driver's process (E8). Raises HookError."""
+    rollout = settings.rollout
+    calls: tuple[tuple[str, str | None, int, dict[str, Any]], ...] = (
+        ("model_adapter_path", settings.model.model_adapter_path, 1, {}),
+        (
+            "rollout_function_path",
+            rollout.rollout_function_path,
+            2,
+            {"group_size": 1, "rollout_id": 0, "folder_id": 0, "on_group": None},
+        ),
+        ("custom_convert_samples_to_train_data_path", rollout.custom_convert_samples_to_train_data_path, 3, {}),
+        ("custom_reward_post_process_path", settings.reward.custom_reward_post_process_path, 3, {}),
+        ("rollout_engine_class_path", rollout.rollout_engine_class_path, 1, {}),
+    )
+    return {
+        name: load_hook(f"--{name.replace('_', '-')}", path or "", *[None] * count, **keywords)
+        for name, path, count, keywords in calls
+    }
+
+
+def _prompts(settings: Settings) -> tuple[PromptSource, PromptSource]:
+    """Training and held-out prompts. Raises PromptFileError naming every bad line."""
+    rollout = settings.rollout
+    assert rollout.prompt_data is not None
+    assert rollout.eval_prompt_data is not None
+    return (
+        PromptSource(rollout.prompt_data, seed=rollout.rollout_seed, batch_size=rollout.rollout_batch_size),
+        PromptSource(rollout.eval_prompt_data[1], seed=0, batch_size=1),
+    )
+
+
+def _store(settings: Settings) -> ArtifactStore:
+    assert settings.rollout.artifact_root is not None
+    return ArtifactStore(
+        root=settings.rollout.artifact_root,
+        task=settings.model.generation_task or "",
+        retention_rollouts=settings.rollout.artifact_retention_rollouts,
+    )
+
+
+def _run(
+    settings: Settings,
+    hooks: dict[str, Any],
+    prompts: PromptSource,
+    held_out: PromptSource,
+    context: RolloutContext,
+    folder: RunFolder,
+    tracker: Any,
+    progress: RunProgress,
+) -> Run:
+    rollout = settings.rollout
+    assert rollout.eval_prompt_data is not None
+    return Run(
+        num_rollouts=settings.run.num_rollouts,
+        group_size=rollout.n_samples_per_prompt,
+        std_mode=settings.std_mode,
+        prompts=prompts,
+        context=context,
+        generate=hooks["rollout_function_path"],
+        convert=hooks["custom_convert_samples_to_train_data_path"],
+        parity=ParityGate(bound=rollout.parity_bound),
+        evaluator=Evaluator(
+            name=rollout.eval_prompt_data[0],
+            prompts=tuple(held_out.all()),
+            samples_per_prompt=rollout.n_samples_per_eval_prompt,
+            interval=rollout.eval_interval,
+            generate=hooks["rollout_function_path"],
+            folder=folder,
+        ),
+        publisher=Publisher(
+            gpus_per_engine=rollout.rollout_num_gpus_per_engine, fault_tolerance=settings.run.use_fault_tolerance
+        ),
+        tracker=tracker,
+        progress=progress,
+    )
+
+
+def _say_result(folder: RunFolder, page: Any, seconds: float) -> None:
+    """The last lines of a run: what it won, how long it took, where to look."""
+    console = Console(highlight=False, soft_wrap=True)
+    evaluations = folder.read_evals()
+    if len(evaluations) > 1:
+        first, last = evaluations[0], evaluations[-1]
+        for name in last.sets:
+            before, after = _summary(first, name), _summary(last, name)
+            console.print(f"held-out {name}, {len(last.sets[name])} pictures: {before} -> {after}")
+    console.print(f"{seconds / 60:.1f} minutes; report: {page}")
+    console.print(f"all files: {folder.path}")
+
+
+def _summary(evaluation: Evaluation, name: str) -> str:
+    samples = evaluation.sets[name]
+    words = f"reward {sum(sample.reward for sample in samples) / len(samples):.3f}"
+    if all(sample.correct is not None for sample in samples):
+        words += f", {sum(bool(sample.correct) for sample in samples) / len(samples):.0%} fully correct"
+    return words

@@ -1,0 +1,88 @@
+"""Publish: the actor's new weights reach every engine, or none serves them.
+
+Two phases. Each rank sends to its own engine, up to the engine's word that what it wrote is what was sent;
+only when all have said so does any engine commit. Next on the reading path: nothing; the loop starts again.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from flowgrpo_rollout_sglang.wire import SyncReport, WeightSyncError
+
+from flowgrpo_trainer.fleet import Fleet
+
+
+@dataclass
+class Publisher:
+    """What publishing needs to know of the past: the version that serves, and how often it failed."""
+
+    gpus_per_engine: int = 1
+    fault_tolerance: bool = False
+    version: int = 0
+    """The version that every engine serves."""
+    failures: int = 0
+    _base_known: bool = field(default=True, repr=False)
+
+    def publish(self, fleet: Fleet, version: int, *, must_change: bool) -> dict[str, float]:
+        """Makes every engine serve `version`; returns the metrics of the sync.
+
+        Called by: `loop.train`, in the actor's turn, after its update.
+        Leaves:    all engines at `version`; or, after an error, all at the old version, or refusing to serve.
+        Raises:    WeightSyncError naming engine, version and tensors, after the actor took its version back; with
+                   `--use-fault-tolerance` only if fresh engines cannot be given the weights either.
+        """
+        try:
+            reports = self._transaction(fleet, version, must_change)
+        except (WeightSyncError, ray.exceptions.RayActorError) as error:
+            self.failures += 1
+            if not self.fault_tolerance or (isinstance(error, WeightSyncError) and error.reason == "unchanged"):
+                raise
+            fleet.restart_engines()
+            self._base_known = False
+            reports = self._transaction(fleet, version, must_change=False)
+        self.version, self._base_known = version, True
+        return {
+            "train/policy_version": float(version),
+            "train/weight_sync_tensors": float(reports[0].tensors),
+            "train/weight_sync_gb": sum(report.bytes for report in reports) / 1e9,
+            "train/weight_sync_failures": float(self.failures),
+            "perf/weight_sync_gb_per_s": min(report.gb_per_s for report in reports),
+        }
+
+    def _transaction(self, fleet: Fleet, version: int, must_change: bool) -> list[SyncReport]:
+        engines = fleet.engines.workers
+        expected = len(engines) * self.gpus_per_engine
+        if len(fleet.actors) != expected:  # W5
+            raise WeightSyncError(
+                "all", version, "control", f"{len(fleet.actors)} ranks for engines with {expected} devices in all"
+            )
+        base = self.version if self._base_known else None
+        with fleet.colocation.engines_take_weights():
+            try:
+                sends = [
+                    actor.send_weights.remote(version, base, *self._target(engines, rank), must_change)
+                    for rank, actor in enumerate(fleet.actors)
+                ]
+                reports = [report for report in ray.get(sends) if report is not None]
+                ray.get([engine.commit.remote(version) for engine in engines])
+            except BaseException:
+                _settle([engine.abort.remote() for engine in engines])
+                _settle([actor.take_back_version.remote(version) for actor in fleet.actors])
+                raise
+        ray.get([actor.note_committed.remote(version) for actor in fleet.actors])
+        return reports
+
+    def _target(self, engines: list[Any], rank: int) -> tuple[Any, str]:
+        """The engine that a rank sends to; the other ranks of an engine only take part in the gather."""
+        index, local = divmod(rank, self.gpus_per_engine)
+        return (engines[index], f"engine{index}") if local == 0 else (None, "")
+
+
+def _settle(calls: list[Any]) -> None:
+    """Waits for calls that may fail because what they address is dead: the first error is what counts."""
+    for call in calls:
+        try:
+            ray.get(call, timeout=30.0)
+        except Exception:
+            continue

@@ -1,0 +1,181 @@
+"""The Ray workers: shells around plain classes, without logic of their own.
+
+Called by: `fleet`, which places and starts them. Each runs in a process of its own; on one machine they take
+turns (`colocation`), so each may use every core or the whole device in its turn.
+
+Shapes: G prompt groups, N candidates of a group.
+"""
+
+import importlib
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+from flowgrpo_fsdp_actor.config import ActorConfig
+from flowgrpo_rewards import RewardConfig, RewardReport, RewardSample
+from flowgrpo_rollout_sglang.artifacts import ArtifactStore
+from flowgrpo_rollout_sglang.config import EngineConfig
+from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
+
+if TYPE_CHECKING:
+    from flowgrpo_fsdp_actor.actor import UpdateReport
+    from flowgrpo_rollout_sglang.engine import RolloutEngine
+    from flowgrpo_rollout_sglang.wire import SyncReport
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@ray.remote
+class RolloutWorker:
+    """One engine. See `flowgrpo_rollout_sglang.engine.RolloutEngine` for every method's contract."""
+
+    def __init__(self, class_path: str, config: EngineConfig):
+        self._engine: RolloutEngine = _load(class_path)(config)
+
+    def start(self) -> str:
+        self._engine.start()
+        return self._engine.name
+
+    def generate(self, requests: Sequence[GroupRequest]) -> list[GroupTrajectory]:
+        return self._engine.generate(requests)
+
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    def sleep(self, tags: Sequence[str] | None = None) -> None:
+        self._engine.sleep(tags)
+
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        self._engine.wake(tags)
+
+    def begin(self, manifest: Any, channel: Any) -> None:
+        self._engine.begin(manifest, channel)
+
+    def verify(self) -> Any:
+        return self._engine.verify()
+
+    def commit(self, version: int) -> None:
+        self._engine.commit(version)
+
+    def abort(self) -> None:
+        self._engine.abort()
+
+    def stop(self) -> None:
+        self._engine.stop()
+
+
+class EngineClient:
+    """What a rank's sender calls: the control half of a weight transaction, over Ray."""
+
+    def __init__(self, engine: Any, name: str):
+        self._engine, self.name = engine, name
+
+    def begin(self, manifest: Any, channel: Any) -> None:
+        ray.get(self._engine.begin.remote(manifest, channel))
+
+    def verify(self) -> Any:
+        return ray.get(self._engine.verify.remote())
+
+    def abort(self) -> None:
+        ray.get(self._engine.abort.remote())
+
+
+@ray.remote
+class ActorWorker:
+    """One training rank. Every method is collective: the driver calls it on all ranks or on none."""
+
+    def __init__(self, config: ActorConfig, store: ArtifactStore, rank: int, world_size: int):
+        self._config, self._store = config, store
+        self._rank, self._world_size = rank, world_size
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 can be met: this node, and a port that is free now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def start(self, master: tuple[str, int], wire: dict[str, Any]) -> None:
+        """Joins the process group, loads and shards the model, attaches to the rows.
+
+        Raises: ActorError with what is wrong with the model or the settings.
+        """
+        from flowgrpo_fsdp_actor.actor import FsdpActor
+        from flowgrpo_fsdp_actor.process_group import init_process_group
+        from flowgrpo_rollout_sglang.wire import WeightSender
+
+        init_process_group(self._rank, self._world_size, *master, device=self._config.device)
+        self._actor = FsdpActor(self._config, rank=self._rank, world_size=self._world_size)
+        self._sender = WeightSender(**wire)
+
+    def attach_rows(self) -> None:
+        """Attaches to TransferQueue, once the driver has started it."""
+        from flowgrpo_trainer.rows import RowTaker
+
+        self._rows = RowTaker(self._rank)
+
+    def update(self, rollout_id: int, G: int, N: int) -> "UpdateReport":
+        """Replays one rollout and takes its optimizer steps.
+
+        Called by: `loop.train`, after rewards, while the engines sleep.
+        Needs:     the actor awake; the rows of `rollout_id` put; its sidecars readable on this host.
+        Leaves:    the weights moved; the engines still hold the old policy until `sync.publish`.
+        Raises:    RowsError, SidecarError, ReplayMismatch, on all ranks together.
+        """
+        advantages_GN = self._rows.take(rollout_id, G, N)
+        sidecars = [self._store.sidecar_path(rollout_id, group) for group in range(G)]
+        return self._actor.update(rollout_id, sidecars, advantages_GN)
+
+    def parity(self, rollout_id: int, G: int) -> dict[int, float]:
+        """Largest |ratio - 1| between engine and replay per SDE step; moves nothing."""
+        return self._actor.parity([self._store.sidecar_path(rollout_id, group) for group in range(G)])
+
+    def send_weights(self, version: int, base_version: int | None, engine: Any, name: str) -> "SyncReport":
+        """Gathers the policy and sends it to this rank's engine, up to and including verify; commits nothing.
+
+        Raises: WeightSyncError naming the engine, the version and the tensors.
+        """
+        manifest = self._actor.wire_manifest(
+            version=version, base_version=base_version, wire_dtype=self._sender.wire_dtype
+        )
+        return self._sender.send(self._actor.wire_tensors(), manifest, EngineClient(engine, name))
+
+    def set_policy_version(self, version: int) -> None:
+        """Takes a version back after a failed sync, or forward after a committed one."""
+        self._actor.policy_version = version
+
+    def sleep(self) -> None:
+        self._actor.sleep()
+
+    def wake(self) -> None:
+        self._actor.wake()
+
+    def stop(self) -> None:
+        import torch.distributed
+
+        self._sender.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+@ray.remote
+class RewardWorker:
+    """The scorer, loaded once, and the reward step around it."""
+
+    def __init__(self, config: RewardConfig, post_process_path: str):
+        self._config, self._post_process_path = config, post_process_path
+
+    def start(self) -> tuple[str, ...]:
+        """Loads the scorer; returns its components. Raises ScorerLoadError."""
+        from flowgrpo_rewards import load_scorer
+
+        self._scorer = load_scorer(self._config)
+        self._post_process = _load(self._post_process_path)
+        return self._scorer.components
+
+    def score(self, groups: list[list[RewardSample]]) -> RewardReport:
+        """Raises GroupRewardError, RewardTimeoutError, RewardEndpointError, ScorerContractError."""
+        return self._post_process(groups, self._scorer, self._config)
