@@ -33,7 +33,7 @@ PHASES = {
 }
 REFRESHES_PER_SECOND = 2
 RECENT = 20  # rollouts that the time left is estimated from: old ones ran on a colder machine
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Phase:
