@@ -1,0 +1,283 @@
+"""Faults between two processes: each is an error that names it, none leaves wrong weights served, all are recovered."""
+
+import json
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from flowgrpo_rollout_sglang.wire import WeightReceiver, WeightSender, WeightSyncError
+from flowgrpo_rollout_sglang.wire.host import HostSenderSlots
+from flowgrpo_rollout_sglang.wire.testing import PipeClient, ReceiverProcess, serve, start_sender
+
+SHAPES = [(f"blocks.{i}.weight", (500, 401)) for i in range(8)]  # 401 kB each, so four buckets of 1 MiB
+
+
+def weights(version):
+    """The weights of a version, the same in every process."""
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES}
+
+
+def new_sender(**more):
+    return WeightSender(bucket_size_mb=1, **{"timeout_s": 20.0, **more})
+
+
+def sync(sender, receiver, version, tensors=None):
+    tensors = weights(version) if tensors is None else tensors
+    report = sender.send(tensors.items(), sender.manifest(SHAPES, version=version), receiver)
+    receiver.commit(version)
+    return report
+
+
+def failure(call, *arguments):
+    with pytest.raises(WeightSyncError) as error:
+        call(*arguments)
+    return error.value
+
+
+def local_receiver():
+    return WeightReceiver({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES}, "engine")
+
+
+def holds(receiver, version):
+    return all(torch.equal(receiver._targets[name], tensor) for name, tensor in weights(version).items())
+
+
+def send_and_stop_after(connection, tensors_before, version):
+    """A sender's process that stands still in the middle of its tensors."""
+
+    def standing_still():
+        for count, item in enumerate(weights(version).items()):
+            if count == tensors_before:
+                connection.send("standing")
+                signal.pause()
+            yield item
+
+    control = connection.recv()
+    sender = new_sender()
+    sender.send(standing_still(), sender.manifest(SHAPES, version=version), PipeClient(control, "engine"))
+
+
+def stuck_sender(receiver, tensors_before, version):
+    """That process, with its control calls answered here, once it stands still."""
+    process, pipe = start_sender(send_and_stop_after, tensors_before, version)
+    ours, theirs = torch.multiprocessing.Pipe()
+    pipe.send(theirs)
+    theirs.close()
+    answering = threading.Thread(target=serve, args=(receiver, ours), daemon=True)
+    answering.start()
+    assert pipe.recv() == "standing"
+    return process
+
+
+def test_two_processes_agree_over_several_versions():
+    with ReceiverProcess(SHAPES) as engine:
+        sender = new_sender()
+        for version in (1, 2, 3):
+            report = sync(sender, engine, version)
+            assert report.buckets == 4
+        engine.ensure_serving()
+        assert engine.version == 3
+        for name, tensor in weights(3).items():
+            assert torch.equal(engine.values(name), tensor.float().flatten())
+
+
+def test_a_sender_killed_between_buckets_leaves_an_engine_that_refuses_until_the_version_is_sent_again():
+    receiver = local_receiver()
+    sync(new_sender(), receiver, 1)
+    process = stuck_sender(receiver, 6, 2)  # two of four buckets are written
+    process.kill()
+    error = failure(receiver.verify)
+    assert (error.engine, error.version, error.reason) == ("engine", 2, "peer_lost")
+    assert error.sent > 0
+    assert failure(receiver.ensure_serving).version == 2
+    assert failure(receiver.commit, 2).reason == "unverified"
+    assert receiver.version == 1
+    sync(new_sender(), receiver, 2)
+    receiver.ensure_serving()
+    assert holds(receiver, 2)
+
+
+def test_a_sender_killed_before_its_first_bucket_leaves_the_old_version_served():
+    receiver = local_receiver()
+    sync(new_sender(), receiver, 1)
+    process = stuck_sender(receiver, 0, 2)
+    process.kill()
+    assert failure(receiver.verify).reason == "peer_lost"
+    receiver.ensure_serving()
+    assert receiver.version == 1
+    assert holds(receiver, 1)
+
+
+def test_a_receiver_killed_in_the_middle_is_an_error_and_a_new_one_gets_the_whole_state():
+    sender = new_sender()
+    engine = ReceiverProcess(SHAPES)
+    sync(sender, engine, 1)
+
+    def killing():
+        for count, item in enumerate(weights(2).items()):
+            if count == 5:
+                os.kill(engine.process.pid, signal.SIGKILL)
+            yield item
+
+    error = failure(sender.send, killing(), sender.manifest(SHAPES, version=2), engine)
+    assert (error.engine, error.version, error.reason) == ("engine", 2, "peer_lost")
+    with ReceiverProcess(SHAPES) as restarted:
+        sync(sender, restarted, 2)
+        assert restarted.version == 2
+        assert torch.equal(restarted.values("blocks.7.weight"), weights(2)["blocks.7.weight"].float().flatten())
+
+
+def test_a_receiver_restarted_between_two_syncs_is_reached_again():
+    sender = new_sender()
+    with ReceiverProcess(SHAPES) as engine:
+        sync(sender, engine, 1)
+    with ReceiverProcess(SHAPES) as restarted:
+        sync(sender, restarted, 2)
+        restarted.ensure_serving()
+
+
+def test_a_receiver_that_hangs_is_an_error_after_the_deadline():
+    sender = new_sender(timeout_s=0.5)
+    with ReceiverProcess(SHAPES) as engine:
+        sync(sender, engine, 1)
+
+        def freezing():
+            for count, item in enumerate(weights(2).items()):
+                if count == 1:
+                    os.kill(engine.process.pid, signal.SIGSTOP)
+                yield item
+
+        # What the sender's abort meets is answered only when the process goes on.
+        threading.Timer(2.0, os.kill, (engine.process.pid, signal.SIGCONT)).start()
+        error = failure(sender.send, freezing(), sender.manifest(SHAPES, version=2), engine)
+        assert error.reason == "timeout"
+        assert failure(engine.commit, 2).reason == "unverified"
+        assert engine.version == 1
+        sync(sender, engine, 2)
+        engine.ensure_serving()
+
+
+def test_a_sender_that_hangs_is_an_error_after_the_deadline():
+    receiver = local_receiver()
+    sender = new_sender(timeout_s=0.3)
+
+    def hanging():
+        for count, item in enumerate(weights(1).items()):
+            if count == 4:
+                assert failure(receiver.verify).reason == "timeout"  # waits for the deadline
+            yield item
+
+    error = failure(sender.send, hanging(), sender.manifest(SHAPES, version=1), receiver)
+    assert error.reason in ("timeout", "peer_lost")
+    assert failure(receiver.ensure_serving).reason == "timeout"
+    sync(sender, receiver, 1)
+    assert holds(receiver, 1)
+
+
+class FaultySlots(HostSenderSlots):
+    """Spoils bucket `at` after it was packed."""
+
+    def __init__(self, slots, slot_bytes, *, fault, at):
+        super().__init__(slots, slot_bytes)
+        self._fault, self._at, self._packed = fault, at, -1
+
+    def pack(self, slot, bucket, sources):
+        self._packed += 1
+        if self._packed != self._at:
+            return super().pack(slot, bucket, sources)
+        if self._fault == "stale":
+            before = self._slots[slot].clone()
+        super().pack(slot, bucket, sources)
+        if self._fault == "flipped bit":
+            self._slots[slot][bucket.pieces[0].offset + 77] ^= 16
+        elif self._fault == "stale":
+            self._slots[slot].copy_(before)
+        elif self._fault == "swapped tensors":
+            first, second = bucket.pieces[:2]
+            count = min(first.nbytes, second.nbytes)
+            a, b = (self._slots[slot][p.offset : p.offset + count].clone() for p in (first, second))
+            self._slots[slot][first.offset : first.offset + count] = b
+            self._slots[slot][second.offset : second.offset + count] = a
+
+
+@pytest.mark.parametrize("fault", ["flipped bit", "stale", "swapped tensors"])
+@pytest.mark.parametrize("at", [0, 2])  # bucket 2 starts within blocks.5
+def test_a_bucket_that_was_spoilt_on_the_way_is_never_committed(fault, at, monkeypatch):
+    with ReceiverProcess(SHAPES) as engine:
+        sync(new_sender(), engine, 1)
+        sender = new_sender()
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "flowgrpo_rollout_sglang.wire.sender.HostSenderSlots",
+                lambda slots, slot_bytes: FaultySlots(slots, slot_bytes, fault=fault, at=at),
+            )
+            error = failure(sync, sender, engine, 2)
+        assert (error.engine, error.version, error.reason) == ("engine", 2, "fingerprint")
+        assert error.tensors[0] == ("blocks.0.weight" if at == 0 else "blocks.5.weight")
+        assert failure(engine.ensure_serving).reason == "fingerprint"
+        assert engine.version == 1
+        sync(sender, engine, 2)
+        engine.ensure_serving()
+        assert torch.equal(engine.values("blocks.7.weight"), weights(2)["blocks.7.weight"].float().flatten())
+
+
+def test_of_two_syncs_at_once_the_second_is_refused_and_the_first_goes_on():
+    with ReceiverProcess(SHAPES) as engine:
+        first, second = new_sender(), new_sender()
+
+        def with_a_rival_in_the_middle():
+            for count, item in enumerate(weights(1).items()):
+                if count == 5:
+                    error = failure(sync, second, engine, 2)
+                    assert (error.reason, error.version) == ("busy", 2)
+                yield item
+
+        first.send(with_a_rival_in_the_middle(), first.manifest(SHAPES, version=1), engine)
+        engine.commit(1)
+        engine.ensure_serving()
+        assert torch.equal(engine.values("blocks.7.weight"), weights(1)["blocks.7.weight"].float().flatten())
+
+
+def test_a_driver_that_died_after_verify_does_not_block_the_next_sync():
+    with ReceiverProcess(SHAPES) as engine:
+        sender = new_sender()
+        sender.send(weights(1).items(), sender.manifest(SHAPES, version=1), engine)
+        sender.close()  # as the end of its process would
+        assert failure(engine.ensure_serving).reason == "busy"
+        sync(new_sender(), engine, 1)
+        engine.ensure_serving()
+
+
+def test_a_stranger_on_the_socket_gets_no_slot(monkeypatch):
+    receiver = local_receiver()
+    begin = receiver.begin
+
+    def begin_after_a_stranger(manifest, channel):
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stranger.connect(json.loads(channel)["address"])
+        stranger.sendall(b"x" * 32)
+        begin(manifest, channel)
+
+    monkeypatch.setattr(receiver, "begin", begin_after_a_stranger)
+    sync(new_sender(), receiver, 1)
+    assert holds(receiver, 1)
+
+
+def test_nothing_is_left_behind_after_many_syncs(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    shared = set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
+    receiver, sender = local_receiver(), new_sender()
+    sync(sender, receiver, 1)
+    open_files = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    for version in range(2, 40):
+        sync(sender, receiver, version)
+    if open_files:
+        assert len(os.listdir("/proc/self/fd")) <= open_files
+    assert list(tmp_path.iterdir()) == []
+    if shared:
+        assert not {name for name in set(os.listdir("/dev/shm")) - shared if "flowgrpo" in name}
