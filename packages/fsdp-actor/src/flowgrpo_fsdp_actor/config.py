@@ -140,6 +140,12 @@ class ActorConfig:
                 "`lora` needs a rank above 0, and `full` needs rank 0.",
                 "set both or neither",
             )
+        if self.is_lora and not self.lora_alpha > 0:
+            yield Problem(
+                f"--lora-alpha {self.lora_alpha}",
+                "The adapter's product is scaled by lora_alpha / lora_rank, so nothing would change.",
+                "set --lora-alpha to once or twice --lora-rank",
+            )
         if self.lora_dropout != 0:
             yield Problem(
                 f"--lora-dropout {self.lora_dropout}",

@@ -1,3 +1,4 @@
+# ruff: noqa: N818  (the names say what happened)
 """What can go wrong in the actor: one class per failure that a caller can act on, each picklable for Ray."""
 
 
@@ -133,3 +134,18 @@ class OutOfDeviceMemory(ActorError):
 
     def __str__(self) -> str:
         return f"out of device memory in {self.phase}: {self.error}\nhint: {self.lower}"
+
+
+class CheckpointMismatch(ActorError):
+    """A checkpoint holds other tensors than this actor trains."""
+
+    def __init__(self, names: tuple[str, ...]):
+        super().__init__(names)
+        self.names = names
+
+    def __str__(self) -> str:
+        more = ", ..." if len(self.names) > 3 else ""
+        return (
+            f"{len(self.names)} tensors of the checkpoint are missing, unknown or of another shape: "
+            f"{', '.join(self.names[:3])}{more}\nhint: resume with the mode, LoRA rank and targets of the saved run"
+        )

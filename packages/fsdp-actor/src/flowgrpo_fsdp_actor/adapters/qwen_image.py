@@ -26,6 +26,28 @@ from flowgrpo_fsdp_actor.weights import SafetensorsFolder
 SIGMA_ATOL = 1e-6
 """Echoed sigmas are float32 of the driver's float64: they differ by at most half a unit in the last place, 3e-8."""
 
+SCHEDULE_KEYS = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "shift_terminal")
+SCHEDULER_MUST = {
+    "use_dynamic_shifting": True,
+    "time_shift_type": "exponential",
+    "shift": 1.0,
+    "invert_sigmas": False,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+    "stochastic_sampling": False,
+}
+SCHEDULER_DEFAULTS = {
+    # What diffusers' FlowMatchEulerDiscreteScheduler takes for a key that its config leaves out.
+    **SCHEDULER_MUST,
+    "use_dynamic_shifting": False,
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+    "shift_terminal": None,
+}
+
 
 class QwenImageAdapter:
     """The `GenerativeModelAdapter` of Qwen-Image. Names match SGLang's without renaming."""
@@ -132,8 +154,16 @@ class QwenImageAdapter:
         )
 
     def sigmas(self, num_steps: int, tokens: int) -> tuple[float, ...]:
-        """[T + 1] the schedule of the folder's scheduler for `tokens` packed image tokens."""
-        return tuple(qwen_image_sigmas(num_steps, tokens, self._read_json("scheduler/scheduler_config.json")).tolist())
+        """[T + 1] the schedule of the folder's scheduler for `tokens` packed image tokens.
+
+        Raises ModelFolderError where the scheduler asks for something that the formula does not have.
+        """
+        settings = {**SCHEDULER_DEFAULTS, **self._read_json("scheduler/scheduler_config.json")}
+        if wrong := {key: settings[key] for key, value in SCHEDULER_MUST.items() if settings[key] != value}:
+            raise ModelFolderError(
+                str(self._folder), f"scheduler_config.json has {wrong}", f"Qwen-Image's schedule needs {SCHEDULER_MUST}"
+            )
+        return tuple(qwen_image_sigmas(num_steps, tokens, **{k: settings[k] for k in SCHEDULE_KEYS}).tolist())
 
     # ------------------------------------------------------------------ answers
 

@@ -1,0 +1,145 @@
+"""The ranks of one actor: how their process group starts, how they agree, and how they fail together.
+
+A rank that raises in the middle of a collective would leave the others waiting for it. So every collective
+method of the actor runs inside `fail_together`: the first error is written to the group's store, the group is
+torn down, and the other ranks, whose collective breaks, raise `RankFailed` with the first error's words.
+"""
+
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from flowgrpo_fsdp_actor.errors import OutOfDeviceMemory, RankFailed
+
+FAILURE_KEY = "flowgrpo/first_failure"
+LOWER_MEMORY = (
+    "lower --replay-join or --micro-batch-size, set --fsdp-activation-checkpointing, or use more GPUs; "
+    "nothing else should hold memory on this card while the actor is awake"
+)
+
+
+def init_process_group(
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    device: str,
+    *,
+    timeout_s: float = 600.0,
+) -> None:
+    """Joins the actor's process group: gloo for CPU tensors, with NCCL beside it for CUDA ones.
+
+    Called by: each rank's process, once, before `FsdpActor`. `timeout_s` bounds every wait for another rank.
+    Raises: torch's DistStoreError where the other ranks do not come in time.
+    """
+    if master_addr in ("127.0.0.1", "localhost", "::1"):
+        # A laptop's host name often resolves to nothing reachable; one host needs no other interface.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    device_id = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+    )
+    if device == "cuda" and world_size > 1:
+        _watch_for_failures(rank, store.clone())
+
+
+@contextmanager
+def fail_together(phase: str) -> Iterator[None]:
+    """Whatever is raised inside ends every rank: here with the error itself, elsewhere with `RankFailed`.
+
+    The process group is gone afterwards: the processes are to be started again.
+    """
+    try:
+        yield
+    except BaseException as error:
+        named = (
+            OutOfDeviceMemory(phase, str(error), LOWER_MEMORY) if isinstance(error, torch.OutOfMemoryError) else error
+        )
+        first = _first_failure(phase, named)
+        if first is not None:
+            raise RankFailed(*first) from error
+        if named is error:
+            raise
+        raise named from error
+
+
+def _first_failure(phase: str, error: BaseException) -> tuple[int, str, str] | None:
+    """Reports `error` as the first failure and tears the group down; None if it was the first."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    mine = (dist.get_rank(), phase, f"{type(error).__name__}: {error}")
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        first = pickle.loads(store.compare_set(FAILURE_KEY, b"", pickle.dumps(mine)))
+    except (RuntimeError, pickle.UnpicklingError):
+        first = mine  # the store went with rank 0: this rank's own error is all there is to say
+    if first == mine:
+        _abort()
+        return None
+    return first
+
+
+def _abort() -> None:
+    try:
+        dist.distributed_c10d._abort_process_group()
+    except (RuntimeError, AssertionError, ValueError):
+        # Already torn down by the watcher, or broken: the connections end with the process.
+        return
+
+
+def _watch_for_failures(rank: int, store: dist.Store) -> None:
+    """NCCL's peers do not notice an aborted rank: this thread waits for the report and aborts this one too."""
+
+    def watch() -> None:
+        while True:
+            try:
+                store.wait([FAILURE_KEY], timedelta(minutes=10))
+            except RuntimeError:
+                if not dist.is_initialized():
+                    return
+                continue
+            if pickle.loads(store.get(FAILURE_KEY))[0] != rank:
+                _abort()
+            return
+
+    threading.Thread(target=watch, name="flowgrpo-failure-watch", daemon=True).start()
+
+
+@contextmanager
+def agree(phase: str) -> Iterator[None]:
+    """A part without collectives that may fail on one rank: then all ranks raise, and the group lives on.
+
+    Raises the error itself where it happened and `RankFailed` elsewhere.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # handed on below, on every rank
+        error = caught
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        failed = torch.tensor(int(error is not None))
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if int(failed):
+            reports: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(reports, None if error is None else f"{type(error).__name__}: {error}")
+            if error is None:
+                rank, words = next((rank, words) for rank, words in enumerate(reports) if words is not None)
+                raise RankFailed(rank, phase, words)
+    if error is not None:
+        raise error
+
+
+def all_reduced(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """`values` reduced over the ranks; itself where there is one rank."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values, op=op)
+    return values

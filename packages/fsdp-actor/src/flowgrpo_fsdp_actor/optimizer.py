@@ -1,0 +1,70 @@
+"""AdamW over sharded parameters: the learning rate of a step, the gradient's norm, clipping, skipped steps.
+
+Units: gradients and their norm are of the mean loss over all samples of an update, on all ranks.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from flowgrpo_fsdp_actor.config import ActorConfig
+from flowgrpo_fsdp_actor.distributed import all_reduced
+
+
+def lr_at_step(step: int, config: ActorConfig) -> float:
+    """Learning rate of optimizer step `step`, counted from 0 (F3).
+
+    Warm-up: lr (step + 1) / lr_warmup_iters, so that the first step already moves. Then, with
+    u = min(1, (step - lr_warmup_iters) / lr_decay_iters): constant lr; linear lr + u (min_lr - lr); cosine
+    min_lr + (lr - min_lr) (1 + cos(pi u)) / 2.
+    """
+    if step < config.lr_warmup_iters:
+        return config.lr * (step + 1) / config.lr_warmup_iters
+    if config.fsdp_lr_scheduler == "constant":
+        return config.lr
+    u = min(1.0, (step - config.lr_warmup_iters) / config.lr_decay_iters)
+    if config.fsdp_lr_scheduler == "linear":
+        return config.lr + u * (config.min_lr - config.lr)
+    return config.min_lr + 0.5 * (config.lr - config.min_lr) * (1.0 + math.cos(math.pi * u))
+
+
+def make_adamw(config: ActorConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+    """AdamW over `parameters`; one fused launch on CUDA."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        fused=config.device == "cuda" and not config.fsdp_cpu_offload,
+    )
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """float32 scalar: the 2-norm of all gradients over all ranks; NaN or inf where one of them is."""
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
+    return all_reduced(norms.square().sum(), dist.ReduceOp.SUM).sqrt()
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiplies every gradient by `factor`, in place."""
+    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
+
+
+@torch.no_grad()
+def fingerprint(parameters: Iterable[nn.Parameter]) -> float:
+    """Sum of the absolute values of the weights over all ranks, in float64 (F5)."""
+    sums = torch.stack([local(p).double().abs().sum() for p in parameters])
+    return float(all_reduced(sums.sum(), dist.ReduceOp.SUM))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, without its padding."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,161 @@
+"""Replay: the stored transitions of a rollout through the policy again, many in one forward.
+
+A row of a forward is one candidate at one trained step. Candidates, steps and groups are joined: rows of
+groups whose texts differ in length are padded, with a mask that keeps the padding out of the attention.
+Called by: `update`. Next on the reading path: `update`.
+
+Shapes: as in `adapters.base`; R rows of a forward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from flowgrpo_math import replay_transition_logp
+from flowgrpo_rollout_sglang.config import SamplingConfig
+from torch import Tensor, nn
+
+from flowgrpo_fsdp_actor.adapters.base import GenerativeModelAdapter, PackedTrajectory, ReplayConditions
+from flowgrpo_fsdp_actor.distributed import all_reduced
+from flowgrpo_fsdp_actor.plan import GroupShape, MicroBatch, Transition, join_forwards
+
+
+@dataclass(frozen=True)
+class ReplayBatch:
+    """The inputs of one forward, on the policy's device (the schedule stays on the CPU)."""
+
+    x_RPC: Tensor
+    x_next_RPC: Tensor
+    sigma_R: Tensor
+    sigma_next_R: Tensor
+    conditions: ReplayConditions
+    advantages_R: Tensor
+
+
+class Replay:
+    """One rollout's trajectories, ready to be scored in any grouping of their transitions."""
+
+    def __init__(
+        self,
+        adapter: GenerativeModelAdapter,
+        groups: Sequence[PackedTrajectory],
+        advantages_GN: Tensor,
+        sampling: SamplingConfig,
+        device: torch.device,
+    ):
+        self._adapter = adapter
+        self._groups = groups
+        self._advantages_GN = advantages_GN.float().cpu()
+        self._sampling = sampling
+        self._device = device
+        self._embeds: dict[int, Tensor] = {}
+
+    @property
+    def shapes(self) -> list[GroupShape]:
+        """What the plan needs to know of each group."""
+        return [
+            GroupShape(g.height, g.width, num_steps=g.sigma_S.shape[0], text_tokens=g.prompt_embeds_LE.shape[0])
+            for g in self._groups
+        ]
+
+    @property
+    def groups_and_candidates(self) -> tuple[int, int]:
+        """(G, N)."""
+        G, N = self._advantages_GN.shape
+        return G, N
+
+    def batch(self, rows: Sequence[Transition]) -> ReplayBatch:
+        """Gathers `rows`, which must be of one image size, in the given order."""
+        parts: list[tuple[Tensor, ...]] = []
+        groups: list[int] = []
+        for group, run in groupby(rows, key=lambda row: row.group):
+            candidate, step = torch.tensor([(row.candidate, row.step) for row in run]).unbind(1)
+            packed = self._groups[group]
+            parts.append(
+                (
+                    packed.x_NSPC[candidate, step],
+                    packed.x_next_NSPC[candidate, step],
+                    packed.sigma_S[step],
+                    packed.sigma_next_S[step],
+                    self._advantages_GN[group, candidate],
+                )
+            )
+            groups += [group] * len(step)
+        x, x_next, sigma, sigma_next, advantages = (torch.cat(part) for part in zip(*parts, strict=True))
+        return ReplayBatch(
+            x_RPC=self._to_device(x),
+            x_next_RPC=self._to_device(x_next),
+            sigma_R=sigma,
+            sigma_next_R=sigma_next,
+            conditions=self._conditions(groups),
+            advantages_R=self._to_device(advantages),
+        )
+
+    def logp(self, policy: nn.Module, batch: ReplayBatch) -> Tensor:
+        """float32 [R]: log-prob of each stored x_next under the policy's current weights, nats per element."""
+        sampling = self._sampling
+        velocity_RPC = self._adapter.replay_transition(
+            policy, batch.x_RPC, self._to_device(batch.sigma_R.float()), batch.conditions
+        )
+        return replay_transition_logp(
+            batch.x_RPC,
+            velocity_RPC,
+            batch.x_next_RPC,
+            batch.sigma_R,
+            batch.sigma_next_R,
+            sde_type=sampling.sde_type,
+            eta=sampling.eta,
+            sigma_max=sampling.sigma_max,
+            backend="triton" if self._device.type == "cuda" else "torch",
+            # A gradient that is not finite skips its optimizer step, on every device and on all ranks alike.
+            check_finite=False,
+        )
+
+    def engine_logp(self, rows: Sequence[Transition]) -> Tensor:
+        """float32 [R] on the CPU: what the engine said of the same transitions."""
+        return torch.stack([self._groups[row.group].engine_logp_NS[row.candidate, row.step] for row in rows])
+
+    def tokens(self, group: int) -> int:
+        """Image and text tokens of one row of `group`."""
+        packed = self._groups[group]
+        return packed.x_NSPC.shape[2] + packed.prompt_embeds_LE.shape[0]
+
+    @torch.no_grad()
+    def parity(self, policy: nn.Module, micro_batches: Sequence[MicroBatch], join: int) -> dict[int, float]:
+        """Largest |ratio - 1| over the ranks of replay against the engine's log-probs, by trained step index."""
+        worst: dict[int, float] = {k: 0.0 for group in self._groups for k in group.step_indices}
+        for rows in join_forwards(micro_batches, self.shapes, join):
+            apart = self.logp(policy, self.batch(rows)).double().cpu() - self.engine_logp(rows).double()
+            for row, ratio_off in zip(rows, torch.expm1(apart).abs().tolist(), strict=True):
+                step = self._groups[row.group].step_indices[row.step]
+                worst[step] = max(worst[step], ratio_off)
+        reduced = all_reduced(torch.tensor(list(worst.values()), dtype=torch.float64), dist.ReduceOp.MAX)
+        return dict(zip(worst, reduced.tolist(), strict=True))
+
+    def _conditions(self, groups: Sequence[int]) -> ReplayConditions:
+        first = self._groups[groups[0]]
+        members = list(dict.fromkeys(groups))
+        if len(members) == 1:
+            embeds_RLE = self._group_embeds(members[0])[None].expand(len(groups), -1, -1)
+            return ReplayConditions(embeds_RLE, None, first.height, first.width)
+        embeds = [self._group_embeds(group) for group in members]
+        lengths = torch.tensor([e.shape[0] for e in embeds])
+        row_of = torch.tensor([members.index(group) for group in groups])
+        padded_MLE = nn.utils.rnn.pad_sequence(embeds, batch_first=True)
+        mask_RL = None
+        if bool((lengths != lengths[0]).any()):
+            mask_RL = self._to_device(torch.arange(padded_MLE.shape[1]) < lengths[row_of, None])
+        return ReplayConditions(padded_MLE[self._to_device(row_of)], mask_RL, first.height, first.width)
+
+    def _group_embeds(self, group: int) -> Tensor:
+        """[L, E] of one prompt, sent to the device once a rollout."""
+        if group not in self._embeds:
+            self._embeds[group] = self._to_device(self._groups[group].prompt_embeds_LE)
+        return self._embeds[group]
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)

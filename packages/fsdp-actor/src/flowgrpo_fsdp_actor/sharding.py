@@ -1,0 +1,119 @@
+"""From a model on the meta device to trained shards: dtypes, LoRA, checkpointing, FSDP2, weights.
+
+No rank ever holds a whole copy: the model is built without storage, sharded, and each rank then reads its own
+rows of each tensor from the files. Next on the reading path: `plan`.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from flowgrpo_fsdp_actor.adapters.base import GenerativeModelAdapter, TrainModel
+from flowgrpo_fsdp_actor.config import ActorConfig
+from flowgrpo_fsdp_actor.lora import check_trainable_boundary, initial_lora, inject_lora, is_lora
+from flowgrpo_fsdp_actor.names import strip_transport_wrappers
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def build_policy(config: ActorConfig, adapter: GenerativeModelAdapter, rank: int, world_size: int) -> nn.Module:
+    """The policy that `config` describes, sharded over the ranks, its weights loaded. Collective.
+
+    Raises: ModelFolderError, TrainableBoundaryError.
+    """
+    model = adapter.load_train_model(config)
+    _prepare(config, adapter, model)
+    units = _shard(config, model, world_size)
+    model.module.to_empty(device="cpu" if config.fsdp_cpu_offload else config.device)
+    _load_in_waves(config, model, rank, world_size)
+    model.module.train()
+    if config.replay_compile:
+        for block in model.blocks:
+            model.module.get_submodule(block).compile()
+    for unit in units:
+        unit.set_reshard_after_backward(True)
+    return model.module
+
+
+def is_sharded(config: ActorConfig, world_size: int) -> bool:
+    """Whether FSDP2 holds the weights. One rank needs it only to keep masters in another dtype, or on the host."""
+    return world_size > 1 or config.master_dtype != config.fsdp_param_dtype or config.fsdp_cpu_offload
+
+
+def _prepare(config: ActorConfig, adapter: GenerativeModelAdapter, model: TrainModel) -> None:
+    """Dtypes, adapters, the trainable boundary and activation checkpointing, all on meta."""
+    module = model.module.to(DTYPES[config.fsdp_param_dtype])
+    if config.is_lora:
+        targets = config.lora_target_modules or adapter.lora_target_modules
+        inject_lora(module, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets)
+    else:
+        module.requires_grad_(True)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(DTYPES[config.master_dtype])
+    check_trainable_boundary(module, config.fsdp_trainable_mode)
+    if config.fsdp_activation_checkpointing:
+        for name in model.blocks:
+            # No dropout anywhere, so no random state to save and restore around each block.
+            wrapped = checkpoint_wrapper(module.get_submodule(name), preserve_rng_state=False)
+            module.set_submodule(name, wrapped)
+
+
+def _shard(config: ActorConfig, model: TrainModel, world_size: int) -> list[FSDPModule]:
+    """`fully_shard` on every block and on the rest. Returns the units, none where nothing is sharded."""
+    if not is_sharded(config, world_size):
+        return []
+    module = model.module
+    compute = DTYPES[config.fsdp_param_dtype]
+    mixed = config.master_dtype != config.fsdp_param_dtype
+    # A frozen base that one rank holds whole needs no gathering: FSDP would copy it at every forward.
+    whole = world_size == 1 and config.is_lora
+    ignored = {p for p in module.parameters() if not p.requires_grad} if whole else set()
+    options = {
+        "mesh": init_device_mesh(config.device, (world_size,)),
+        "reshard_after_forward": config.fsdp_reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute if mixed else None, reduce_dtype=DTYPES[config.fsdp_reduce_dtype]
+        ),
+        "offload_policy": CPUOffloadPolicy() if config.fsdp_cpu_offload else OffloadPolicy(),
+        "ignored_params": ignored,
+    }
+    units = [fully_shard(module.get_submodule(name), **options) for name in model.blocks]
+    return [*units, fully_shard(module, **options)]
+
+
+@torch.no_grad()
+def _load_in_waves(config: ActorConfig, model: TrainModel, rank: int, world_size: int) -> None:
+    """Fills every parameter's local rows; at most `fsdp_load_wave_size` ranks read at a time."""
+    wave = config.fsdp_load_wave_size or world_size
+    for first in range(0, world_size, wave):
+        if first <= rank < first + wave:
+            for name, parameter in model.module.named_parameters():
+                _fill(config, model, strip_transport_wrappers(name), parameter)
+        if world_size > wave:
+            dist.barrier()
+
+
+def _fill(config: ActorConfig, model: TrainModel, name: str, parameter: nn.Parameter) -> None:
+    start, local = local_rows(parameter)
+    if local.numel() == 0:
+        return
+    end = start + local.shape[0]
+    if config.is_lora and is_lora(f"{name}."):
+        rows = initial_lora(name, parameter.shape, config.lora_rank, config.seed)[start:end]
+    else:
+        rows = model.read_weight(name, start, end)
+    local.copy_(rows)
+
+
+def local_rows(parameter: Tensor) -> tuple[int, Tensor]:
+    """The first row of `parameter` that this rank holds, and its local rows."""
+    if not isinstance(parameter, DTensor):
+        return 0, parameter
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0], parameter.to_local()

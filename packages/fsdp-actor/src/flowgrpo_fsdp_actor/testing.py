@@ -1,0 +1,122 @@
+"""For tests of this package and of those above it: a tiny random Qwen-Image folder, and trajectories drawn from it.
+
+The folder has what the actor reads (transformer, VAE and scheduler settings), not a whole pipeline.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from flowgrpo_math.transition import transition, transition_logp, transition_mean, transition_sample
+from flowgrpo_rollout_sglang.config import SamplingConfig
+from flowgrpo_rollout_sglang.noise import candidate_noise, initial_latent
+from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
+from torch import Tensor, nn
+
+from flowgrpo_fsdp_actor.adapters.base import GenerativeModelAdapter, ReplayConditions
+
+TEXT_WIDTH = 64
+SAMPLING = SamplingConfig(height=24, width=16, num_inference_steps=5, sde_indices=(1, 2, 3), num_sde_steps=3)
+"""Not square, so that rows and columns cannot be taken for each other."""
+
+
+def tiny_qwen_image(folder: Path, *, dtype: torch.dtype = torch.float32, num_layers: int = 2) -> Path:
+    """Writes a random model with a VAE of scale 2 and 12 channels to `folder`, and returns it."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+
+    torch.manual_seed(0)
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=48,
+        out_channels=12,
+        num_layers=num_layers,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT_WIDTH,
+        axes_dims_rope=(8, 12, 12),
+    )
+    transformer.to(dtype).save_pretrained(folder / "transformer")
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        base_image_seq_len=256,
+        max_image_seq_len=8192,
+        base_shift=0.5,
+        max_shift=0.9,
+        shift_terminal=0.02,
+        use_dynamic_shifting=True,
+    )
+    scheduler.save_pretrained(folder / "scheduler")
+    (folder / "vae").mkdir(exist_ok=True)
+    vae = {"_class_name": "AutoencoderKLQwenImage", "z_dim": 12, "temperal_downsample": [False]}
+    (folder / "vae" / "config.json").write_text(json.dumps(vae))
+    return folder
+
+
+def prompt_embeds(prompt: str, tokens: int) -> Tensor:
+    """[L, E] a stand-in for the text encoder: of the prompt alone, unit normal."""
+    return candidate_noise(0, prompt, "text", (tokens, TEXT_WIDTH))
+
+
+@torch.no_grad()
+def draw_trajectory(
+    policy: nn.Module, adapter: GenerativeModelAdapter, request: GroupRequest, *, text_tokens: int = 7, version: int = 0
+) -> GroupTrajectory:
+    """What an engine would answer to `request`, drawn with `policy`, all candidates in one forward per step."""
+    sampling, N = request.sampling, len(request.sample_ids)
+    embeds_LE = prompt_embeds(request.prompt, text_tokens)
+    conditions = ReplayConditions(embeds_LE[None].expand(N, -1, -1), None, sampling.height, sampling.width)
+    x_NPC = torch.stack(
+        [initial_latent(request.noise_seed, s, sampling.init_noise_latent_shape) for s in request.sample_ids]
+    )
+    states, log_probs = {0: x_NPC}, []
+    for k in range(sampling.num_inference_steps):
+        sigma, sigma_next = request.sigmas[k], request.sigmas[k + 1]
+        velocity = adapter.replay_transition(policy, x_NPC, torch.full((N,), sigma), conditions)
+        if k in request.sde_indices:
+            step = transition(sampling.sde_type, sigma, sigma_next, eta=sampling.eta, sigma_max=sampling.sigma_max)
+            shape = tuple(x_NPC.shape[1:])
+            noise = torch.stack([candidate_noise(request.noise_seed, s, k, shape) for s in request.sample_ids])
+            x_next = transition_sample(x_NPC, velocity, noise, step)
+            log_probs.append(transition_logp(x_NPC, velocity, x_next, step))
+        else:
+            x_next = transition_mean(x_NPC, velocity, transition("ode", sigma, sigma_next, eta=0.0))
+        states[k + 1] = x_NPC = x_next
+    return GroupTrajectory(
+        request=request,
+        height=sampling.height,
+        width=sampling.width,
+        sigmas=torch.tensor(request.sigmas, dtype=torch.float32),
+        latents_NUPC=torch.stack([states[k] for k in request.state_indices], dim=1),
+        log_probs_NS=torch.stack(log_probs, dim=1),
+        prompt_embeds_LE=embeds_LE,
+        images_NHWC=None,
+        policy_version=version,
+    )
+
+
+def draw_rollout(
+    policy: nn.Module,
+    adapter: GenerativeModelAdapter,
+    *,
+    group_size: int,
+    text_tokens: Sequence[int] = (7, 7, 7, 7),
+    sampling: SamplingConfig = SAMPLING,
+    rollout_id: int = 0,
+) -> list[GroupTrajectory]:
+    """One trajectory per entry of `text_tokens`, each for a prompt of that length."""
+    return [
+        draw_trajectory(
+            policy,
+            adapter,
+            adapter.build_rollout_request(
+                prompt=f"prompt {index}",
+                group_index=index,
+                group_size=group_size,
+                sampling=sampling,
+                rollout_id=rollout_id,
+                generation_seed=1234,
+            ),
+            text_tokens=tokens,
+        )
+        for index, tokens in enumerate(text_tokens)
+    ]
