@@ -173,7 +173,7 @@ def transition_mean(x: Tensor, velocity: Tensor, t: Transition) -> Tensor:
     Raises:
         TypeError: integer tensors. ValueError: shapes or devices that differ, or a `t` for another B.
     """
-    _check_latents(t, x=x, velocity=velocity)
+    check_latents(t, x=x, velocity=velocity)
     dtype = _compute_dtype(x, velocity)
     x_scale, v_scale, _ = _broadcast(t, x, dtype)
     return x_scale * x.to(dtype) + v_scale * velocity.to(dtype)
@@ -185,7 +185,7 @@ def transition_sample(x: Tensor, velocity: Tensor, noise: Tensor, t: Transition)
     Whoever stores the result in fewer bits must take the log-prob of the stored value. With std = 0 this is
     the Euler step. Arguments and errors as `transition_mean`.
     """
-    _check_latents(t, x=x, velocity=velocity, noise=noise)
+    check_latents(t, x=x, velocity=velocity, noise=noise)
     dtype = _compute_dtype(x, velocity, noise)
     x_scale, v_scale, std = _broadcast(t, x, dtype)
     return (x_scale * x.to(dtype) + v_scale * velocity.to(dtype)) + std * noise.to(dtype)
@@ -205,7 +205,7 @@ def transition_logp(x: Tensor, velocity: Tensor, x_next: Tensor, t: Transition) 
     Raises:
         ValueError: also where std is 0 (ode, or eta = 0): such a step has no density. Seen where `t` is on the CPU.
     """
-    _check_latents(t, x=x, velocity=velocity, x_next=x_next)
+    check_latents(t, x=x, velocity=velocity, x_next=x_next)
     dtype = _compute_dtype(x, velocity, x_next)
     mean = transition_mean(x, velocity, t).to(dtype)
     return flow_sde_log_prob(x_next, mean, t.std_B)
@@ -221,7 +221,7 @@ def flow_sde_log_prob(x_next: Tensor, mean: Tensor, std_B: Tensor) -> Tensor:
     require_floating(x_next=x_next, mean=mean, std_B=std_B)
     require_same_shape_and_device(mean=mean, x_next=x_next)
     _check_width(std_B, x_next.shape[0])
-    _check_density(std_B)
+    check_density(std_B)
     dtype = _compute_dtype(x_next, mean)
     # log(std) in std's own precision, which is float64 for a Transition made by `transition`.
     log_norm_B = (-torch.log(std_B) - HALF_LOG_2PI).to(device=mean.device, dtype=dtype)
@@ -344,13 +344,13 @@ def _check_eta(eta: float) -> None:
         raise ValueError(f"eta = {eta}: the noise strength must be finite and at least 0")
 
 
-def _check_density(std_B: Tensor) -> None:
+def check_density(std_B: Tensor) -> None:
     # On a GPU, or inside a compiled graph, the look would cost a wait or break the graph.
     if std_B.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_all(std_B > 0.0, "std", std_B, "a step without noise (ode, or eta = 0) has no log-prob")
 
 
-def _check_latents(t: Transition, **latents: Tensor) -> None:
+def check_latents(t: Transition, **latents: Tensor) -> None:
     require_floating(**latents)
     require_same_shape_and_device(**latents)
     x = latents["x"]
