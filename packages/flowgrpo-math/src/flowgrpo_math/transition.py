@@ -326,7 +326,8 @@ def _checked_sigmas(sigma_B: Tensor | float, sigma_next_B: Tensor | float) -> tu
 
 def _on_cpu(name: str, value: Tensor | float) -> Tensor:
     """[B] float64 on the CPU; a number becomes [1]."""
-    tensor = torch.as_tensor(value)
+    # A plain number is float64 already; torch's default would round it to float32 on the way.
+    tensor = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
     if tensor.ndim > 1:
         raise ValueError(
             f"{name} has shape {list(tensor.shape)}; it must be a number or one-dimensional, one per candidate"
