@@ -88,7 +88,7 @@ def train(run: Run, fleet: Fleet) -> None:
                 report, *_ = ray.get([actor.update.remote(rollout_id, G, N) for actor in fleet.actors])
             fleet.rows.clear(rollout_id)
             with run.phase("sync"):
-                synced = run.publisher.publish(fleet, report.policy_version, must_change=report.moved)
+                synced = run.publisher.publish(fleet, report.policy_version, must_change=_moved(report.metrics))
 
         metrics = rewards.metrics | advantage_metrics(advantages_GN.tolist()) | report.metrics | synced
         metrics |= evaluate(run, fleet, trained=rollout_id + 1)
@@ -110,6 +110,11 @@ def advantages(rewards: RewardReport, std_mode: Literal["group", "batch", "none"
     """[G, N] float64: every component normalised in its group, combined by weight (T3, M4)."""
     components = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in rewards.components.items()}
     return combine_component_advantages(components, rewards.weights, std_mode=std_mode)
+
+
+def _moved(metrics: dict[str, float]) -> bool:
+    """Whether an optimizer step with a learning rate was taken, so that the weights on the wire must differ."""
+    return metrics["train/optimizer_steps"] > 0 and metrics["train/lr"] > 0
 
 
 def run_times(run: Run) -> dict[str, float]:

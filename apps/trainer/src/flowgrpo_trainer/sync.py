@@ -68,9 +68,9 @@ class Publisher:
                 ray.get([engine.commit.remote(version) for engine in engines])
             except BaseException:
                 _settle([engine.abort.remote() for engine in engines])
-                _settle([actor.take_back_version.remote(version) for actor in fleet.actors])
+                _settle([actor.publish_failed.remote() for actor in fleet.actors])
                 raise
-        ray.get([actor.note_committed.remote(version) for actor in fleet.actors])
+        ray.get([actor.publish_succeeded.remote(version) for actor in fleet.actors])
         return reports
 
     def _target(self, engines: list[Any], rank: int) -> tuple[Any, str]:

@@ -52,7 +52,7 @@ class RolloutWorker:
     def wake(self, tags: Sequence[str] | None = None) -> None:
         self._engine.wake(tags)
 
-    def begin(self, manifest: Any, channel: Any) -> None:
+    def begin(self, manifest: str, channel: str) -> None:
         self._engine.begin(manifest, channel)
 
     def verify(self) -> Any:
@@ -74,11 +74,14 @@ class EngineClient:
     def __init__(self, engine: Any, name: str):
         self._engine, self.name = engine, name
 
-    def begin(self, manifest: Any, channel: Any) -> None:
+    def begin(self, manifest: str, channel: str) -> None:
         ray.get(self._engine.begin.remote(manifest, channel))
 
     def verify(self) -> Any:
         return ray.get(self._engine.verify.remote())
+
+    def commit(self, version: int) -> None:
+        ray.get(self._engine.commit.remote(version))
 
     def abort(self) -> None:
         ray.get(self._engine.abort.remote())
@@ -104,7 +107,7 @@ class ActorWorker:
         Raises: ActorError with what is wrong with the model or the settings.
         """
         from flowgrpo_fsdp_actor.actor import FsdpActor
-        from flowgrpo_fsdp_actor.process_group import init_process_group
+        from flowgrpo_fsdp_actor.distributed import init_process_group
         from flowgrpo_rollout_sglang.wire import WeightSender
 
         init_process_group(self._rank, self._world_size, *master, device=self._config.device)
@@ -131,21 +134,36 @@ class ActorWorker:
 
     def parity(self, rollout_id: int, G: int) -> dict[int, float]:
         """Largest |ratio - 1| between engine and replay per SDE step; moves nothing."""
-        return self._actor.parity([self._store.sidecar_path(rollout_id, group) for group in range(G)])
+        sidecars = [self._store.sidecar_path(rollout_id, group) for group in range(G)]
+        return self._actor.replay_parity(sidecars, join=self._config.n_samples_per_prompt)
 
-    def send_weights(self, version: int, base_version: int | None, engine: Any, name: str) -> "SyncReport":
+    def send_weights(
+        self, version: int, base_version: int | None, engine: Any, name: str, must_change: bool
+    ) -> "SyncReport | None":
         """Gathers the policy and sends it to this rank's engine, up to and including verify; commits nothing.
 
+        A rank without an engine of its own (`engine` None) only takes part in the gather.
         Raises: WeightSyncError naming the engine, the version and the tensors.
         """
-        manifest = self._actor.wire_manifest(
-            version=version, base_version=base_version, wire_dtype=self._sender.wire_dtype
+        if engine is None:
+            for _ in self._actor.wire_tensors():
+                pass
+            return None
+        manifest = self._sender.manifest(
+            self._actor.wire_manifest_entries(),
+            version=version,
+            mode="adapter" if self._config.lora_adapter_mode else "full",
+            base_version=base_version,
         )
-        return self._sender.send(self._actor.wire_tensors(), manifest, EngineClient(engine, name))
+        client = EngineClient(engine, name)
+        return self._sender.send(self._actor.wire_tensors(), manifest, client, must_change=must_change)
 
-    def set_policy_version(self, version: int) -> None:
-        """Takes a version back after a failed sync, or forward after a committed one."""
-        self._actor.policy_version = version
+    def publish_succeeded(self, version: int) -> None:
+        self._actor.publish_succeeded(version)
+
+    def publish_failed(self) -> None:
+        """The version stays, so that a retry builds the same number."""
+        self._actor.publish_failed()
 
     def sleep(self) -> None:
         self._actor.sleep()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from diffusers import QwenImagePipeline
-from flowgrpo_math import transition, transition_logp, transition_mean, transition_sample
+from flowgrpo_math.transition import transition, transition_logp, transition_mean, transition_sample
 from peft import LoraConfig
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from flowgrpo_rollout_sglang.engine import EngineError
 from flowgrpo_rollout_sglang.noise import candidate_noise, initial_latent, unpack_latents
 from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
 from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
-from flowgrpo_rollout_sglang.wire import WeightReceiver
+from flowgrpo_rollout_sglang.wire import VerifyReport, WeightReceiver, strip_transport_wrappers
 
 MAX_TEXT_TOKENS = 512
 """Qwen-Image's text window after the template."""
@@ -53,7 +53,7 @@ class DiffusersEngine:
         if self.config.weight_sync_mode == "adapter":
             self._add_adapter(pipeline.transformer)
         self._pipeline = pipeline
-        self._receiver = WeightReceiver(self._targets(), engine=self.name)
+        self._receiver = WeightReceiver(self._targets, self.name, mode=self.config.weight_sync_mode)
         self._encode = lru_cache(maxsize=4096)(self._encode_uncached)
 
     def stop(self) -> None:
@@ -70,12 +70,12 @@ class DiffusersEngine:
         """Draws every candidate of every request. See `RolloutEngine.generate`."""
         if self._asleep:
             raise EngineError(self.name, f"asked to generate while {sorted(self._asleep)} sleep", "call wake() first")
-        self._loaded_receiver().ensure_serving()
-        by_group: dict[int, GroupTrajectory] = {}
-        for batch in self._batches(requests):
-            for request, trajectory in zip(batch, self._sample(batch), strict=True):
-                by_group[id(request)] = trajectory
-        return [by_group[id(request)] for request in requests]
+        by_request: dict[int, GroupTrajectory] = {}
+        with self._loaded_receiver().serving() as version:
+            for batch in self._batches(requests):
+                for request, trajectory in zip(batch, self._sample(batch, version), strict=True):
+                    by_request[id(request)] = trajectory
+        return [by_request[id(request)] for request in requests]
 
     def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[GroupRequest]]:
         """Whole groups that may share a forward: same settings, same text length, up to the limit."""
@@ -91,7 +91,7 @@ class DiffusersEngine:
             batch.append(request)
         yield from waiting.values()
 
-    def _sample(self, batch: list[GroupRequest]) -> list[GroupTrajectory]:
+    def _sample(self, batch: list[GroupRequest], version: int) -> list[GroupTrajectory]:
         """The denoising loop for groups that share a schedule."""
         first = batch[0]
         pipeline, device = self._loaded(), self.config.device
@@ -141,7 +141,7 @@ class DiffusersEngine:
                 log_probs_NS=logps,
                 prompt_embeds_LE=self._encode(request.prompt).cpu(),
                 images_NHWC=images,
-                policy_version=self.policy_version,
+                policy_version=version,
             )
             for request, latents, logps, images in zip(batch, *parts, strict=True)
         ]
@@ -213,12 +213,12 @@ class DiffusersEngine:
 
     # ------------------------------------------------------------------ weights
 
-    def begin(self, manifest: object, channel: object) -> None:
+    def begin(self, manifest: str, channel: str) -> None:
         if "weights" in self._asleep:
             raise EngineError(self.name, "asked to take weights while they sleep", 'call wake(["weights"]) first')
         self._loaded_receiver().begin(manifest, channel)
 
-    def verify(self) -> object:
+    def verify(self) -> VerifyReport:
         return self._loaded_receiver().verify()
 
     def commit(self, version: int) -> None:
@@ -242,7 +242,7 @@ class DiffusersEngine:
         named = dict(self._loaded().transformer.named_parameters())
         if self.config.weight_sync_mode == "full":
             return named
-        return {name.replace(".default.", "."): p for name, p in named.items() if ".lora_" in name}
+        return {strip_transport_wrappers(name): p for name, p in named.items() if ".lora_" in name}
 
     def _loaded(self) -> QwenImagePipeline:
         if self._pipeline is None:
