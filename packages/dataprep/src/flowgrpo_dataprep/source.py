@@ -145,42 +145,57 @@ def _checked_lines(path: Path) -> Iterator[tuple[int, bytes, str]]:
         for number, raw in enumerate(file, start=1):
             if raw.strip():
                 lines += 1
-                yield offset, raw, _line_problem(raw, number, seen)
+                yield offset, raw, _numbered_problem(raw, number, seen)
             offset += len(raw)
     if not lines:
         yield 0, b"", f"{path}: the file is empty, it has no prompt"
 
 
-def _line_problem(raw: bytes, number: int, seen: dict[str, int]) -> str:
-    """What is wrong with one line, or "". `seen` maps sample_id to its first line."""
+def parse_line(raw: bytes) -> tuple[dict[str, Any] | None, str]:
+    """The record of one line of a prompt file and "", or None and what is wrong with the line.
+
+    A missing sample_id is not wrong: a run can do without.
+    """
     try:
         record = json.loads(raw)
     except UnicodeDecodeError as error:
-        return f"line {number}: not UTF-8 at byte {error.start}"
+        return None, f"not UTF-8 at byte {error.start}"
     except json.JSONDecodeError as error:
-        return f"line {number}: not JSON: {error.msg} at column {error.colno}"
+        return None, f"not JSON: {error.msg} at column {error.colno}"
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 10,000 nested lists
-        return f"line {number}: not JSON that can be read: {error}"
+        return None, f"not JSON that can be read: {error}"
+    problem = _record_problem(record)
+    return (None, problem) if problem else (record, "")
+
+
+def _record_problem(record: Any) -> str:
     if not isinstance(record, dict):
-        return f"line {number}: a {type(record).__name__}, not a JSON object"
+        return f"a JSON {type(record).__name__}, not an object"
     prompt, metadata = record.get("prompt"), record.get("metadata")
     if not isinstance(prompt, str) or not prompt.strip():
         found = "no `prompt`" if "prompt" not in record else f"`prompt` is {prompt!r}"
-        return f"line {number}: {found}; it must be a text that is not blank"
+        return f"{found}; it must be a text that is not blank"
     try:
         prompt.encode()
     except UnicodeEncodeError:
-        return f"line {number}: `prompt` holds half of a surrogate pair, which is no character"
+        return "`prompt` holds half of a surrogate pair, which is no character"
     if not isinstance(metadata, dict):
-        return f"line {number}: no `metadata` object"
+        return "no `metadata` object"
     if (task := metadata.get("task")) not in GENERATION_TASKS:
-        return f"line {number}: metadata.task is {task!r}; it must be one of {', '.join(GENERATION_TASKS)}"
+        return f"metadata.task is {task!r}; it must be one of {', '.join(GENERATION_TASKS)}"
     sample_id = metadata.get("sample_id")
-    if sample_id is None:
-        return ""
-    if not isinstance(sample_id, str) or not sample_id:
-        return f"line {number}: metadata.sample_id is {sample_id!r}; it must be a text that is not empty"
-    if (first := seen.setdefault(sample_id, number)) != number:
+    if sample_id is not None and (not isinstance(sample_id, str) or not sample_id):
+        return f"metadata.sample_id is {sample_id!r}; it must be a text that is not empty"
+    return ""
+
+
+def _numbered_problem(raw: bytes, number: int, seen: dict[str, int]) -> str:
+    """What is wrong with line `number`, or "". `seen` maps each sample_id to its first line."""
+    record, problem = parse_line(raw)
+    if record is None:
+        return f"line {number}: {problem}"
+    sample_id = record["metadata"].get("sample_id")
+    if sample_id is not None and (first := seen.setdefault(sample_id, number)) != number:
         return f"line {number}: metadata.sample_id {sample_id!r} was already used in line {first}"
     return ""
 
