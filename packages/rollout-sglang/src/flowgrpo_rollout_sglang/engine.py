@@ -56,3 +56,12 @@ class RolloutEngine(Protocol):
 
     def stop(self) -> None:
         """Ends it and all its processes. Safe to call twice."""
+
+
+def __getattr__(name: str) -> object:
+    # The public dotted path of the server's engine, without its imports for who only needs the contract.
+    if name == "SGLangNativeGenerationEngine":
+        from flowgrpo_rollout_sglang.sglang_engine import SGLangNativeGenerationEngine
+
+        return SGLangNativeGenerationEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,165 @@
+"""The FastAPI side: the token, the routes of the rollout contract, and refusals of stock routes that would break it.
+
+Called by: the patch, when SGLang makes its app. The routes stand before SGLang's own, so those of the same path
+are never reached. Every request but `/health` needs the token that the engine put into the environment.
+"""
+
+import base64
+import hmac
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_client
+from torch import Tensor
+
+from flowgrpo_rollout_sglang.server.contract import SAFETENSORS, TOKEN_VARIABLE, Command, ContractError, parse
+
+REFUSED_ROUTES = ("/update_weights_from_disk", "/v1/set_lora", "/v1/merge_lora_weights", "/v1/unmerge_lora_weights")
+OPEN_ROUTES = ("/health",)
+
+
+def install(app: FastAPI, server_args: Any) -> None:
+    """Called by the patch with the new app, before SGLang adds its own routes."""
+    _require_token(app)
+
+    @app.post("/rollout/generate")
+    async def generate(request: Request) -> Response:
+        body = await _json(request)
+        try:
+            parse(body)  # here as well: a faulty request must not wait behind a running one
+        except ContractError as error:
+            return _reply((400, {"error": "request", "detail": str(error)}))
+        status, answer = await _ask("generate", body)
+        if status != 200:
+            return _reply((status, answer))
+        content = memoryview(answer)
+        if request.headers.get("accept") == SAFETENSORS:
+            return Response(content=bytes(content), media_type=SAFETENSORS)
+        return JSONResponse(_as_items(bytes(content)))
+
+    @app.get("/flowgrpo/info")
+    async def info() -> Response:
+        return _reply(await _ask("info"))
+
+    @app.post("/release_memory_occupation")
+    async def release(request: Request) -> Response:
+        return _reply(await _ask("release", (await _json(request, {})).get("tags")))
+
+    @app.post("/resume_memory_occupation")
+    async def resume(request: Request) -> Response:
+        return _reply(await _ask("resume", (await _json(request, {})).get("tags")))
+
+    @app.post("/flowgrpo/weights/{verb}")
+    async def weights(verb: str, request: Request) -> Response:
+        fields = {"begin": ("manifest", "channel"), "verify": (), "commit": ("version",), "abort": ()}
+        if verb not in fields:
+            return _reply((404, {"error": "request", "detail": f"unknown verb {verb!r}"}))
+        return await _call(f"weights_{verb}", await _json(request, {}), fields[verb])
+
+    @app.post("/flowgrpo/adapter")
+    async def adapter(request: Request) -> Response:
+        return await _call("adapter", await _json(request), ("rank", "alpha", "target_modules"))
+
+    @app.post("/set_lora_from_tensor")
+    async def set_lora_from_tensor(request: Request, rank: int, alpha: float, version: int | None = None) -> Response:
+        return _reply(await _ask("lora_from_tensors", await request.body(), rank, alpha, version))
+
+    for path in REFUSED_ROUTES:
+        app.add_api_route(path, _refuse, methods=["POST"])
+
+
+async def _refuse(request: Request) -> Response:
+    detail = f"{request.url.path} writes weights without a version: use /set_lora_from_tensor or a weight transaction"
+    return _reply((409, {"error": "refused", "success": False, "detail": detail}))
+
+
+def _require_token(app: FastAPI) -> None:
+    token = os.environ.get(TOKEN_VARIABLE, "")
+
+    @app.middleware("http")
+    async def check_token(request: Request, call_next: Any) -> Response:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if token and request.url.path not in OPEN_ROUTES and not hmac.compare_digest(given.encode(), token.encode()):
+            return _reply((401, {"error": "token", "detail": "this engine belongs to another driver"}))
+        return await call_next(request)
+
+
+async def _ask(name: str, *arguments: Any) -> tuple[int, Any]:
+    """Sends a command to the scheduler process and waits for its answer."""
+    batch = await async_scheduler_client.forward(Command(name, arguments))
+    if batch.error:
+        return 500, {"error": "internal", "detail": batch.error}
+    return batch.output
+
+
+async def _call(command: str, body: Any, fields: tuple[str, ...]) -> Response:
+    """A command whose arguments are exactly these fields of the body."""
+    if not isinstance(body, Mapping) or set(body) != set(fields):
+        return _reply(
+            (400, {"error": "request", "detail": f"the body must hold exactly {', '.join(fields) or 'nothing'}"})
+        )
+    return _reply(await _ask(command, *(body[name] for name in fields)))
+
+
+async def _json(request: Request, empty: Any = None) -> Any:
+    """The body, or `empty` where there is none and that is allowed."""
+    raw = await request.body()
+    if not raw and empty is not None:
+        return empty
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return None
+
+
+def _reply(answer: tuple[int, Any]) -> Response:
+    return JSONResponse(answer[1], status_code=answer[0])
+
+
+def _as_items(content: bytes) -> list[dict[str, Any]]:
+    """The answer as JSON, one item for each output, tensors in base64 safetensors: for people and for other clients."""
+    tensors, echo = load_tensors(content), read_echo(content)
+    items = []
+    for g, group in enumerate(echo["groups"]):
+        embeds = tensors[f"{g}.prompt_embeds_LE"]
+        for n, candidate in enumerate(group["candidates"]):
+            items.append(
+                {
+                    "prompt": group["prompt"],
+                    "sample_id": candidate["sample_id"],
+                    "seed": candidate["step_seed"],
+                    "height": echo["height"],
+                    "width": echo["width"],
+                    "policy_version": echo["policy_version"],
+                    "sde_indices": echo["sde_indices"],
+                    "generated_output": _encoded(tensors[f"{g}.images_NHWC"][n]),
+                    "rollout_log_probs": _encoded(tensors[f"{g}.log_probs_NS"][n]),
+                    "dit_trajectory": {
+                        "latents": _encoded(tensors[f"{g}.latents_NUPC"][n]),
+                        "step_indices": echo["state_indices"],
+                        "sigmas": echo["sigmas"],
+                        "timesteps": [1000.0 * sigma for sigma in echo["sigmas"]],
+                    },
+                    "denoising_env": {"pos_cond_kwargs": {"encoder_hidden_states": _encoded(embeds)}},
+                    "inference_time_s": echo["seconds"]["engine_s"],
+                }
+            )
+    return items
+
+
+def read_echo(content: bytes) -> dict[str, Any]:
+    """The JSON that a binary answer carries in its header."""
+    length = int.from_bytes(content[:8], "little")
+    header: Mapping[str, Any] = json.loads(content[8 : 8 + length])
+    return json.loads(header["__metadata__"]["flowgrpo"])
+
+
+def _encoded(tensor: Tensor) -> dict[str, Any]:
+    data = base64.b64encode(save_tensors({"t": tensor.contiguous()})).decode()
+    return {"__tensor__": True, "data": data, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}

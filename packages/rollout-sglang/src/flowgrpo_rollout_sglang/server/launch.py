@@ -1,0 +1,64 @@
+"""The server's main module: SGLang's own command line, with two watches that leave no process behind.
+
+    python -m flowgrpo_rollout_sglang.server.launch serve ...
+
+On a GPU SGLang starts its scheduler by `spawn`, which imports this file again under another name: keep it light.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import wait
+
+PARENT_VARIABLE = "FLOWGRPO_PARENT_FD"
+_LOOK_EVERY_S = 1.0
+_REAP_WITHIN_S = 5.0
+
+
+def _end_group(why: str) -> None:
+    """Ends this server and everything it started: they share a process group."""
+    print(f"flowgrpo: {why}; ending the server", file=sys.stderr, flush=True)
+    for child in multiprocessing.active_children():  # one by one first, so that none is left unreaped
+        child.kill()
+        child.join(_REAP_WITHIN_S)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _watch_parent(descriptor: int) -> None:
+    """The other end of the pipe lies in the engine's process: the read returns when that one is gone.
+
+    A pipe, not a death signal: that would come when the thread that started us ends, which may be a worker's thread.
+    """
+    os.read(descriptor, 1)
+    _end_group("the engine stopped or its process is gone")
+
+
+def _watch_scheduler() -> None:
+    """Without its scheduler the HTTP side would keep every request waiting for ever."""
+    while not (children := multiprocessing.active_children()):
+        time.sleep(_LOOK_EVERY_S)
+    wait([child.sentinel for child in children])
+    _end_group("the scheduler process ended")
+
+
+def main() -> None:
+    """Runs SGLang's command line with the arguments of this process."""
+    if descriptor := os.environ.get(PARENT_VARIABLE):
+        threading.Thread(target=_watch_parent, args=(int(descriptor),), daemon=True).start()
+    threading.Thread(target=_watch_scheduler, daemon=True).start()
+    if os.environ.get("SGLANG_DIFFUSION_PLATFORM_OVERRIDE") == "cpu":
+        # SGLang spawns its scheduler because a fork would break CUDA. Without CUDA a fork is sound, and it saves the
+        # second import of everything: half of the time to start.
+        import sglang.multimodal_gen  # noqa: F401  (sets "spawn")
+
+        multiprocessing.set_start_method("fork", force=True)
+    from sglang.cli.main import main as sglang_main
+
+    sglang_main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Sleep and wake by tags: device memory given back at once, filled again bit for bit.
+
+A parameter's storage is emptied and filled in place, so that whoever holds the tensor (a weight target, a compiled
+graph) still holds the right one. The host copy is one block per tag, page-locked, allocated at the first sleep and
+kept; what did not change since is not copied out again, so the frozen modules are copied out once in a run.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+ALIGN = 512
+"""Bytes between two storages in the host block."""
+
+
+class UnknownTagError(ValueError):
+    """A tag that names no part of the engine."""
+
+
+class Memory:
+    """The sleeping and waking parts of one engine.
+
+    Args:
+        modules: tag to the modules that it stands for.
+    """
+
+    def __init__(self, modules: Mapping[str, Sequence[nn.Module]]):
+        self._modules = modules
+        self._storages = {tag: _own_storages(group) for tag, group in modules.items()}
+        self._blocks: dict[str, Tensor] = {}
+        self._sizes: dict[str, list[int]] = {}
+        self._dirty = set(modules)
+        self.asleep: set[str] = set()
+
+    def touch(self, tag: str) -> None:
+        """Says that the tensors of `tag` may change, or are others now: the host copy is of no use any more."""
+        self._dirty.add(tag)
+        if tag not in self.asleep:
+            self._storages[tag] = _own_storages(self._modules[tag])
+
+    def release(self, tags: Sequence[str] | None) -> int:
+        """Empties the device memory of `tags` (None: all) and returns how many bytes it gave back."""
+        freed = 0
+        for tag in self._known(tags):
+            if tag in self.asleep:
+                continue
+            self._copy_out(tag)
+            for storage in self._storages[tag]:
+                freed += storage.nbytes()
+                storage.resize_(0)
+            self.asleep.add(tag)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return freed
+
+    def resume(self, tags: Sequence[str] | None) -> int:
+        """Fills `tags` (None: all) again and returns how many bytes came back."""
+        filled = 0
+        for tag in self._known(tags):
+            if tag not in self.asleep:
+                continue
+            for storage, host in zip(self._storages[tag], self._pieces(tag), strict=True):
+                storage.resize_(host.numel())
+                _bytes_of(storage).copy_(host, non_blocking=True)
+                filled += host.numel()
+            self.asleep.discard(tag)
+        _wait()
+        return filled
+
+    def _copy_out(self, tag: str) -> None:
+        if tag not in self._dirty:
+            return
+        sizes = [storage.nbytes() for storage in self._storages[tag]]
+        if sizes != self._sizes.get(tag):
+            self._sizes[tag] = sizes
+            pinned = any(storage.device.type == "cuda" for storage in self._storages[tag])
+            self._blocks[tag] = _host_block(sum(_aligned(n) for n in sizes), pinned)
+        for storage, host in zip(self._storages[tag], self._pieces(tag), strict=True):
+            host.copy_(_bytes_of(storage), non_blocking=True)
+        _wait()
+        self._dirty.discard(tag)
+
+    def _pieces(self, tag: str) -> list[Tensor]:
+        """Where each storage of `tag` lies in the host block."""
+        pieces, at = [], 0
+        for size in self._sizes[tag]:
+            pieces.append(self._blocks[tag][at : at + size])
+            at += _aligned(size)
+        return pieces
+
+    def _known(self, tags: Sequence[str] | None) -> Sequence[str]:
+        if unknown := sorted(set(tags or ()) - set(self._modules)):
+            raise UnknownTagError(f"unknown tags {', '.join(unknown)}; known are {', '.join(self._modules)}")
+        return list(self._modules) if tags is None else tags
+
+
+def _own_storages(modules: Sequence[nn.Module]) -> list[torch.UntypedStorage]:
+    """The different storages behind all parameters and buffers; one that cannot be resized is replaced first."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.numel() == 0:
+                continue
+            if not tensor.untyped_storage().resizable():  # a mapped file
+                tensor.data = tensor.data.clone()
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage
+    return list(found.values())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _host_block(nbytes: int, pinned: bool) -> Tensor:
+    """Page-locked by registering it: torch's own pinned allocator would round 41 GB up to 64."""
+    block = torch.empty(nbytes, dtype=torch.uint8)
+    if pinned:
+        status = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), nbytes, 0)
+        if int(status) != 0:
+            raise RuntimeError(f"cannot page-lock {nbytes} bytes of host memory for sleep: CUDA error {int(status)}")
+    return block
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

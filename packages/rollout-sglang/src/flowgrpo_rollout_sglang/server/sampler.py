@@ -1,0 +1,205 @@
+"""The denoising loop of the patched server: SGLang's own transformer, text encoder and VAE, our noise and our step.
+
+The loop is ours because the contract is about the loop: the schedule as it was sent, noise that belongs to a
+candidate, fp32 states, the log-prob of the state that is stored. The model's forward, with its kernels, is SGLang's.
+
+Shapes: as in `contract`; B candidates of one forward, P packed tokens, C channels of a token, L text tokens,
+E text width, U stored states, Z latent channels, h x w latent grid.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from flowgrpo_math.sigmas import qwen_image_sigmas
+from flowgrpo_math.transition import transition, transition_logp, transition_mean, transition_sample
+from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
+from torch import Tensor, nn
+
+from flowgrpo_rollout_sglang.noise import candidate_noise, initial_latent, unpack_latents
+from flowgrpo_rollout_sglang.server.contract import MAX_TEXT_TOKENS, Candidate, ContractError, Wave
+from flowgrpo_rollout_sglang.velocity import PATCH, latent_grid
+
+TEMPLATE_TOKENS = 34
+"""Qwen-Image's prompt template before the prompt; its hidden states are dropped."""
+DECODE_AT_ONCE = 16
+DEFAULT_CANDIDATES = 32
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One group, drawn. All on the CPU."""
+
+    latents_NUPC: Tensor
+    log_probs_NS: Tensor
+    prompt_embeds_LE: Tensor
+    images_NHWC: Tensor
+
+
+class Sampler:
+    """Draws waves with the modules of one SGLang pipeline."""
+
+    def __init__(self, pipeline: Any, server_args: Any):
+        self._args = server_args
+        self._pipeline = pipeline
+        self.transformer: nn.Module = pipeline.get_module("transformer")
+        self._vae: nn.Module = pipeline.get_module("vae")
+        stages = {type(stage).__name__: stage for stage in pipeline.stages}
+        self._text_stage, self._decode_stage = stages["TextEncodingStage"], stages["DecodingStage"]
+        parameter = next(self.transformer.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.vae_scale_factor: int = server_args.pipeline_config.get_vae_scale_factor()
+        self.latent_channels: int = server_args.pipeline_config.dit_config.arch_config.in_channels // 4
+
+    @torch.no_grad()
+    def draw(self, wave: Wave) -> tuple[tuple[float, ...], list[Drawn], dict[str, float]]:
+        """The sigmas that were used, one Drawn for each group, and seconds by part.
+
+        Raises ContractError for a size, latent shape or prompt that the model cannot take.
+        """
+        begun = time.perf_counter()
+        latent_shape = self._latent_shape(wave)
+        embeds = [self._encode(group.prompt) for group in wave.groups]
+        sigmas = wave.sigmas or self._own_sigmas(wave)
+        encoded = time.perf_counter()
+        rows = [(g, candidate) for g, group in enumerate(wave.groups) for candidate in group.candidates]
+        parts: list[list[tuple[Tensor, ...]]] = [[] for _ in wave.groups]
+        for batch in _batches(rows, [e.shape[0] for e in embeds], wave.candidates_per_forward or DEFAULT_CANDIDATES):
+            states, log_probs, images = self._denoise(wave, sigmas, batch, embeds, latent_shape)
+            for row, (g, _) in enumerate(batch):
+                parts[g].append((states[row], log_probs[row], images[row]))
+        drawn = [
+            Drawn(*(torch.stack(column) for column in list(zip(*part, strict=True))[:2]), embed.cpu(), _last(part))
+            for part, embed in zip(parts, embeds, strict=True)
+        ]
+        done = time.perf_counter()
+        return sigmas, drawn, {"text_s": encoded - begun, "denoise_s": done - encoded}
+
+    def _denoise(
+        self,
+        wave: Wave,
+        sigmas: tuple[float, ...],
+        batch: list[tuple[int, Candidate]],
+        embeds: list[Tensor],
+        latent_shape: tuple[int, int, int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """States [B, U, P, C], log-probs [B, S] and images [B, H, W, 3] of one forward batch, on the CPU."""
+        candidates = [candidate for _, candidate in batch]
+        conditions = self._conditions(wave, [embeds[g] for g, _ in batch])
+        x_BPC = self._send([initial_latent(c.x_T_seed, c.sample_id, latent_shape) for c in candidates])
+        keep = set(wave.state_indices)
+        states, log_probs = ([x_BPC] if 0 in keep else []), []
+        for k, (sigma, sigma_next) in enumerate(pairwise(sigmas)):
+            velocity_BPC = self._velocity(k, x_BPC, sigma, conditions)
+            if k in wave.sde_indices:
+                step = transition(wave.sde_type, sigma, sigma_next, eta=wave.eta, sigma_max=wave.sigma_max)
+                shape = tuple(x_BPC.shape[1:])
+                noise = self._send([candidate_noise(c.step_seed, c.sample_id, k, shape) for c in candidates])
+                x_next_BPC = transition_sample(x_BPC, velocity_BPC, noise, step)
+                log_probs.append(transition_logp(x_BPC, velocity_BPC, x_next_BPC, step))
+            else:
+                x_next_BPC = transition_mean(x_BPC, velocity_BPC, transition("ode", sigma, sigma_next, eta=0.0))
+            x_BPC = x_next_BPC
+            if k + 1 in keep:
+                states.append(x_BPC)
+        B, P, C = x_BPC.shape
+        states_BUPC = torch.stack(states, dim=1) if states else x_BPC.new_empty(B, 0, P, C)
+        log_probs_BS = torch.stack(log_probs, dim=1) if log_probs else x_BPC.new_empty(B, 0)
+        return states_BUPC.cpu(), log_probs_BS.cpu(), self._decode(x_BPC, latent_shape).cpu()
+
+    def _conditions(self, wave: Wave, embeds: list[Tensor]) -> dict[str, Any]:
+        """Keyword arguments of the transformer that do not change from step to step.
+
+        Texts of one length go without a mask, which is the faster attention; else they are padded behind.
+        """
+        lengths = [e.shape[0] for e in embeds]
+        config, longest = self._args.pipeline_config, max(lengths)
+        grid = tuple(n // PATCH for n in latent_grid(wave.height, wave.width, self.vae_scale_factor))
+        img_shapes = [[(1, *grid)]] * len(embeds)
+        padded = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)
+        mask = None
+        if min(lengths) != longest:
+            mask = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
+        return {
+            "encoder_hidden_states": padded.to(self.dtype),
+            "encoder_hidden_states_mask": None if mask is None else mask.to(self.device),
+            "img_shapes": img_shapes,
+            "txt_seq_lens": [longest] * len(embeds),
+            "freqs_cis": config.get_freqs_cis(
+                img_shapes, [longest] * len(embeds), self.transformer.rotary_emb, self.device, self.dtype
+            ),
+        }
+
+    def _velocity(self, k: int, x_BPC: Tensor, sigma: float, conditions: dict[str, Any]) -> Tensor:
+        # SGLang's transformer divides by 1000. In float64 that gives the float32 sigma back, exactly.
+        sigma_B = torch.full((x_BPC.shape[0],), sigma, dtype=torch.float32).double()
+        with set_forward_context(current_timestep=k, attn_metadata=None):
+            return self.transformer(
+                hidden_states=x_BPC.to(self.dtype), timestep=(sigma_B * 1000.0).to(self.device), **conditions
+            )
+
+    def _encode(self, prompt: str) -> Tensor:
+        """[L, E], unpadded, after the template; alone, so that it depends on no other prompt."""
+        stage, config = self._text_stage, self._args.pipeline_config
+        text = config.preprocess_text_funcs[0](prompt)
+        tokens = stage.tokenizers[0]([text], truncation=False, return_tensors="pt").to(self.device)
+        length = tokens["input_ids"].shape[1] - TEMPLATE_TOKENS
+        if length > MAX_TEXT_TOKENS:
+            why = f"a prompt of {length} tokens exceeds the window of {MAX_TEXT_TOKENS}: {prompt[:80]!r}"
+            raise ContractError((why,))
+        kwargs = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
+        outputs = stage._forward_text_encoder(stage.text_encoders[0], {**kwargs, "output_hidden_states": True})
+        return outputs.hidden_states[-1][0, TEMPLATE_TOKENS:]
+
+    def _decode(self, x_BPC: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
+        """Packed latents to uint8 pictures [B, H, W, 3], in slices that bound the VAE's memory."""
+        latents = unpack_latents(x_BPC, *latent_shape[1:])[:, :, None]
+        images = [
+            self._decode_stage.decode(part, self._args, vae_dtype=None)[:, :, 0]
+            for part in latents.split(DECODE_AT_ONCE)
+        ]
+        pixels_BCHW = (torch.cat(images).float() * 255.0).round().to(torch.uint8)
+        return pixels_BCHW.permute(0, 2, 3, 1).contiguous()
+
+    def _latent_shape(self, wave: Wave) -> tuple[int, int, int]:
+        try:
+            shape = (self.latent_channels, *latent_grid(wave.height, wave.width, self.vae_scale_factor))
+        except ValueError as error:
+            raise ContractError((str(error),)) from None
+        if wave.latent_shape not in (None, shape):
+            why = f"initial_noise_latent_shape = {list(wave.latent_shape)}, but this model needs {list(shape)}"
+            raise ContractError((why,))
+        return shape
+
+    def _own_sigmas(self, wave: Wave) -> tuple[float, ...]:
+        """The schedule of the model's own scheduler, for a request that brings none."""
+        rows, columns = latent_grid(wave.height, wave.width, self.vae_scale_factor)
+        names = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "shift_terminal")
+        config = self._pipeline.get_module("scheduler").config
+        settings = {name: config[name] for name in names}
+        tokens = (rows // PATCH) * (columns // PATCH)
+        return tuple(qwen_image_sigmas(wave.num_inference_steps, tokens, **settings).tolist())
+
+    def _send(self, rows: list[Tensor]) -> Tensor:
+        """Stacks CPU rows onto the device; through pinned memory, so that the GPU is not waited for."""
+        stacked = torch.stack(rows)
+        if self.device.type == "cpu":
+            return stacked
+        return stacked.pin_memory().to(self.device, non_blocking=True)
+
+
+def _batches(
+    rows: list[tuple[int, Candidate]], lengths: list[int], limit: int
+) -> Iterator[list[tuple[int, Candidate]]]:
+    """Candidates that share a forward: neighbours in text length, at most `limit`, in slices of even size."""
+    ordered = sorted(rows, key=lambda row: lengths[row[0]])  # stable: a group's candidates stay in order
+    count = -(-len(ordered) // limit)
+    for i in range(count):
+        yield ordered[i * len(ordered) // count : (i + 1) * len(ordered) // count]
+
+
+def _last(part: list[tuple[Tensor, ...]]) -> Tensor:
+    return torch.stack([row[-1] for row in part])

@@ -1,0 +1,182 @@
+"""One SGLang server process: started in a group of its own, watched, and ended with everything it started.
+
+Called by: `sglang_engine`. Knows nothing of rollouts. Imports neither torch nor sglang.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from flowgrpo_rollout_sglang.engine import EngineError
+from flowgrpo_rollout_sglang.server.contract import ENDPOINT_VARIABLE, TOKEN_VARIABLE
+from flowgrpo_rollout_sglang.server.launch import PARENT_VARIABLE
+
+LOG_TAIL_LINES = 40
+_LOOK_EVERY_S = 0.25
+_STOP_WITHIN_S = 10.0
+_ATTEMPTS = 3
+_PORT_TAKEN = ("address already in use", "is unavailable and --strict-ports")
+
+
+class ServerProcess:
+    """A running server on a loopback port, with its log and its token.
+
+    Args:
+        name: how errors call it.
+        patched: folder of the patched SGLang, put first on the server's PYTHONPATH.
+        arguments: of `sglang serve`, without host and ports.
+        environment: added to this process's own.
+        log: file that takes all output.
+    """
+
+    def __init__(self, name: str, patched: Path, arguments: Sequence[str], environment: Mapping[str, str], log: Path):
+        self.name, self.log = name, log
+        self.token = secrets.token_hex(16)
+        self._patched, self._arguments, self._environment = patched, list(arguments), dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: int | None = None
+        self._folder: str | None = None
+        self.client: httpx.Client | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Also the id of the process group. None before the start and after the stop."""
+        return self._process.pid if self._process else None
+
+    def start(self, timeout_s: float, port: int | None = None) -> None:
+        """Launches and returns when `/health` answers. A port that is taken, also in the meantime, is exchanged.
+
+        Raises EngineError, with the end of the log, when the process ends or the time is over.
+        """
+        deadline = time.monotonic() + timeout_s
+        for attempt in range(_ATTEMPTS):
+            chosen = port if port is not None and _is_free(port) and attempt == 0 else _free_ports(1)[0]
+            self._launch(chosen)
+            try:
+                self._wait_until_ready(deadline, timeout_s)
+                return
+            except EngineError as error:
+                self.stop()
+                if attempt + 1 == _ATTEMPTS or not any(text in str(error) for text in _PORT_TAKEN):
+                    raise
+
+    def stop(self) -> None:
+        """Ends the whole process group: the HTTP side, the scheduler, their helpers. Safe to call twice."""
+        if self.client is not None:
+            self.client.close()
+            self.client = None
+        if self._pipe is not None:
+            os.close(self._pipe)  # the server's watch sees it and ends the group, reaping as it goes
+            self._pipe = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_WITHIN_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def ended(self) -> str | None:
+        """How the process ended, in words; None while it runs."""
+        code = self._process.poll() if self._process else None
+        if self._process is None:
+            return "the server was not started"
+        if code is None:
+            return None
+        return f"the server was killed by signal {-code}" if code < 0 else f"the server exited with code {code}"
+
+    def error(self, what: str, hint: str = "") -> EngineError:
+        """An EngineError that ends with the last lines of the log."""
+        tail = "\n".join(f"  | {line}" for line in log_tail(self.log))
+        return EngineError(self.name, f"{what}\n  end of {self.log}:\n{tail}", hint)
+
+    def _launch(self, port: int) -> None:
+        self._folder = tempfile.mkdtemp(prefix="flowgrpo-sglang-")  # mode 0700: its socket takes pickles
+        scheduler_port, master_port = _free_ports(2)
+        read_end, self._pipe = os.pipe()
+        paths = [str(self._patched), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {
+            **os.environ,
+            **self._environment,
+            "PYTHONPATH": os.pathsep.join(paths),
+            TOKEN_VARIABLE: self.token,
+            ENDPOINT_VARIABLE: f"ipc://{self._folder}/scheduler",
+            PARENT_VARIABLE: str(read_end),
+        }
+        command = [sys.executable, "-m", "flowgrpo_rollout_sglang.server.launch", "serve", *self._arguments]
+        ports = {"--port": port, "--scheduler-port": scheduler_port, "--master-port": master_port}
+        command += ["--host", "127.0.0.1", "--strict-ports", *(str(x) for pair in ports.items() for x in pair)]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=self._folder,  # SGLang makes folders for outputs where it runs
+                pass_fds=(read_end,),
+                start_new_session=True,
+            )
+        os.close(read_end)
+        self.client = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}",
+            headers={"authorization": f"Bearer {self.token}"},
+            timeout=httpx.Timeout(None, connect=10.0),  # a request may take long; a dead server closes the connection
+            trust_env=False,
+        )
+
+    def _wait_until_ready(self, deadline: float, timeout_s: float) -> None:
+        assert self.client is not None
+        while True:
+            if ended := self.ended():
+                raise self.error(f"{ended} before it was ready", "the end of its log says why")
+            try:
+                if self.client.get("/health", timeout=5.0).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass  # not listening yet
+            if time.monotonic() > deadline:
+                raise self.error(f"not ready within {timeout_s:g} s", "raise start_timeout_s if it only needs longer")
+            time.sleep(_LOOK_EVERY_S)
+
+
+def log_tail(path: Path) -> list[str]:
+    """The last lines of a log that may not exist."""
+    try:
+        return path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    except OSError as error:
+        return [f"(no log: {error})"]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
