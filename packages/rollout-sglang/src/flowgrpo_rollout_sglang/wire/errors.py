@@ -25,6 +25,10 @@ Reason = Literal[
 ]
 
 
+class DeviceMismatchError(RuntimeError):
+    """Sender and receiver do not share a GPU, or the parameters are not on it."""
+
+
 class WeightSyncError(EngineError):
     """An engine does not hold the weights that were meant for it. No version was committed.
 

@@ -17,7 +17,7 @@ It protects against faults, not against an adversary. `csrc` computes the same n
 
 import hashlib
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -42,7 +42,13 @@ def _keys(chunk: int, device: torch.device) -> Tensor:
     return _fmix32(torch.arange(first + 1, first + 1 + _CHUNK, dtype=torch.int64, device=device))
 
 
-_first_keys = lru_cache(maxsize=None)(_keys)  # every tensor starts with these
+@cache
+def _first_keys(chunk: int, device: torch.device) -> Tensor:
+    """As `_keys`, kept: every tensor starts with these."""
+    keys = _keys(chunk, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # another stream may be the next to read them
+    return keys
 
 
 def _words(flat: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ The reference for `csrc`: the same bytes and the same fingerprints.
 """
 
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,15 @@ def _elements(piece: Piece, dtype: WireDtype) -> slice:
     return slice(piece.start // item, (piece.start + piece.nbytes) // item)
 
 
+def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of element `flat` of an array of this shape."""
+    index: list[int] = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size)
+        index.append(at)
+    return tuple(reversed(index))
+
+
 def _rows(target: Tensor, run: slice) -> list[tuple[Tensor, slice]]:
     """`run` of the flattened `target` as contiguous 1-D views into it, each with its place in the run.
 
@@ -47,8 +57,7 @@ def _rows(target: Tensor, run: slice) -> list[tuple[Tensor, slice]]:
     while at < run.stop:
         row, column = divmod(at, inner)
         stop = min(run.stop, (row + 1) * inner)
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(row), outer)) if outer else ()
-        view = target[index].reshape(-1)[column : column + stop - at]
+        view = target[_index(row, outer)].reshape(-1)[column : column + stop - at]
         views.append((view, slice(at - run.start, stop - run.start)))
         at = stop
     return views
@@ -57,13 +66,13 @@ def _rows(target: Tensor, run: slice) -> list[tuple[Tensor, slice]]:
 def pack(slot: Tensor, bucket: Bucket, sources: Sequence[Tensor], entries: Sequence[TensorEntry], sums: Tensor) -> None:
     """Casts each piece of `sources` (one tensor for each piece of the bucket) to its place in `slot`.
 
-    Adds what it packed to `sums`, [tensors] int64 on the CPU. Taken from the source, not read back from the slot, so a
+    Adds what it packed to `sums`, [tensors] int64. Taken from the source, not read back from the slot, so a
     slot that goes wrong is seen at the other end.
     """
     for piece, source in zip(bucket.pieces, sources, strict=True):
         entry = entries[piece.tensor]
         run = source.detach().reshape(-1)[_elements(piece, entry.dtype)].to(TORCH_DTYPE[entry.dtype])
-        sums[piece.tensor] += piece_fingerprint(run, piece.start).cpu()
+        sums[piece.tensor] += piece_fingerprint(run, piece.start).to(sums.device)
         slot[piece.offset : piece.offset + piece.nbytes].view(run.dtype).copy_(run)
 
 
@@ -74,7 +83,7 @@ def scatter(
 
     Args:
         targets: one for each tensor of the manifest, in a dtype of `EXACT_TARGETS`; may be views of larger parameters.
-        sums: [tensors] int64 on the CPU.
+        sums: [tensors] int64.
     """
     for piece in bucket.pieces:
         entry = entries[piece.tensor]
@@ -84,7 +93,7 @@ def scatter(
         for view, place in views:
             view.copy_(values[place])
         held = torch.cat([view.to(wire) for view, _ in views]) if len(views) > 1 else views[0][0].to(wire)
-        sums[piece.tensor] += piece_fingerprint(held, piece.start).cpu()
+        sums[piece.tensor] += piece_fingerprint(held, piece.start).to(sums.device)
 
 
 class HostSenderSlots:
@@ -95,15 +104,23 @@ class HostSenderSlots:
         self._slots = map_slots(os.dup(self._fd), slots, slot_bytes)
         self._entries: Sequence[TensorEntry] = ()
         self._sums = torch.zeros(0, dtype=torch.int64)
+        self._seconds = 0.0
 
-    def begin(self, entries: Sequence[TensorEntry]) -> None:
+    def begin(self, entries: Sequence[TensorEntry], buckets: Sequence[Bucket]) -> None:
+        self._seconds = 0.0
         self._entries, self._sums = entries, torch.zeros(len(entries), dtype=torch.int64)
 
     def pack(self, slot: int, bucket: Bucket, sources: Sequence[Tensor]) -> None:
+        started = time.perf_counter()
         pack(self._slots[slot], bucket, sources, self._entries, self._sums)
+        self._seconds += time.perf_counter() - started
 
     def fingerprints(self) -> list[int]:
         return unsigned(self._sums)
+
+    def seconds(self) -> float:
+        """Time spent copying since `begin`."""
+        return self._seconds
 
     def describe(self) -> dict[str, Any]:
         """Fields of the channel that only this kind of slots has."""
@@ -128,17 +145,25 @@ class HostReceiverSlots:
         self._entries: Sequence[TensorEntry] = ()
         self._targets: Sequence[Tensor] = ()
         self._sums = torch.zeros(0, dtype=torch.int64)
+        self._seconds = 0.0
 
-    def begin(self, entries: Sequence[TensorEntry], targets: Sequence[Tensor]) -> None:
+    def begin(self, entries: Sequence[TensorEntry], targets: Sequence[Tensor], buckets: Sequence[Bucket]) -> None:
+        self._seconds = 0.0
         self._entries, self._targets = entries, targets
         self._sums = torch.zeros(len(entries), dtype=torch.int64)
 
     def scatter(self, slot: int, bucket: Bucket) -> None:
+        started = time.perf_counter()
         scatter(self._slots[slot], bucket, self._targets, self._entries, self._sums)
+        self._seconds += time.perf_counter() - started
 
     def fingerprints(self) -> list[int]:
         """Of what the targets hold; waits until everything is written."""
         return unsigned(self._sums)
+
+    def seconds(self) -> float:
+        """Time spent copying since `begin`."""
+        return self._seconds
 
     def close(self) -> None:
         self._slots, self._targets = [], ()

@@ -5,7 +5,7 @@ of the next one: a piece. Buckets are `bucket_bytes` long, the last one shorter.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flowgrpo_rollout_sglang.wire.manifest import TensorEntry
 
@@ -13,8 +13,7 @@ ALIGN = 128
 """Bytes. One memory transaction of a GPU; a multiple of 16, so pieces are copied in 16-byte words."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of one tensor's wire bytes inside one bucket."""
 
     tensor: int
@@ -26,8 +25,7 @@ class Piece:
     """First byte within the bucket; a multiple of ALIGN."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     pieces: tuple[Piece, ...]
     nbytes: int
     """Bytes used, padding between pieces included."""
@@ -51,12 +49,12 @@ def bucket_layout(tensors: Sequence[TensorEntry], bucket_bytes: int) -> tuple[Bu
     pieces: list[Piece] = []
     at = 0  # first free byte of the bucket being filled
     for index, tensor in enumerate(tensors):
-        start = 0
-        while start < tensor.nbytes:
+        start, size = 0, tensor.nbytes
+        while start < size:
             if at == bucket_bytes:
                 buckets.append(Bucket(tuple(pieces), at))
                 pieces, at = [], 0
-            nbytes = min(tensor.nbytes - start, bucket_bytes - at)
+            nbytes = min(size - start, bucket_bytes - at)
             pieces.append(Piece(tensor=index, start=start, nbytes=nbytes, offset=at))
             start += nbytes
             at += aligned(nbytes)

@@ -228,14 +228,22 @@ def connect(channel: Channel) -> Link:
     return Link(connection, channel.timeout_s)
 
 
-def receive_slots(link: Link, channel: Channel) -> list[Tensor]:
-    """The receiver's view of a `shm` sender's slots. Raises PeerLostError, PeerSilentError, ValueError."""
+def take_fds(link: Link) -> list[int]:
+    """What the sender gave the receiver on accepting it. Raises PeerLostError, PeerSilentError."""
     try:
-        _, fds, _, _ = socket.recv_fds(link._connection, 1, 1)
+        greeting, fds, _, _ = socket.recv_fds(link._connection, 1, 1)
     except TimeoutError as error:
         raise PeerSilentError(f"sent no slots for {link.timeout_s:g} s") from error
     except OSError as error:
         raise PeerLostError(f"closed the link ({error.strerror})") from error
-    if not fds:
+    if not greeting:
         raise PeerLostError("closed the link before it shared its slots")
+    return list(fds)
+
+
+def receive_slots(link: Link, channel: Channel) -> list[Tensor]:
+    """The receiver's view of a `shm` sender's slots. Raises PeerLostError, PeerSilentError, ValueError."""
+    fds = take_fds(link)
+    if not fds:
+        raise ValueError("the sender shared no memory")
     return map_slots(fds[0], channel.slots, channel.slot_bytes)

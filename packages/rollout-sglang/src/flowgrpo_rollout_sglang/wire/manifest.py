@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 WireDtype = Literal["bf16", "fp32"]
 SyncMode = Literal["full", "adapter"]
@@ -43,8 +43,7 @@ def strip_transport_wrappers(name: str) -> str:
     return ".".join(kept)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor on the wire."""
 
     name: str
@@ -96,7 +95,7 @@ class FullWeightManifest:
         base_version: int | None = None,
     ) -> Self:
         """From (wire name, shape) in the order of sending. Raises ManifestError, naming every tensor at fault."""
-        tensors = tuple(TensorEntry(name, tuple(int(n) for n in shape), wire_dtype) for name, shape in shapes)
+        tensors = tuple(TensorEntry(name, tuple(shape), wire_dtype) for name, shape in shapes)
         manifest = cls(
             version=version,
             mode=mode,
@@ -131,9 +130,7 @@ class FullWeightManifest:
         """Raises ManifestError if the text is cut, or its count, bytes or hash are not those of its tensors."""
         try:
             f = json.loads(text)
-            tensors = tuple(
-                TensorEntry(_text(name), tuple(_whole(n) for n in shape), dtype) for name, shape, dtype in f["tensors"]
-            )
+            tensors = tuple(TensorEntry(name, tuple(shape), dtype) for name, shape, dtype in f["tensors"])
             slots = f["fingerprints"]
             manifest = cls(
                 tensors=tensors,
@@ -159,14 +156,8 @@ _SCALARS = (
 )
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ManifestError(f"a tensor name must be a string, got {value!r}")
-    return value
-
-
 def _whole(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if type(value) is not int or value < 0:
         raise ManifestError(f"needs an integer of at least 0, got {value!r}")
     return value
 
@@ -182,17 +173,28 @@ def _check(manifest: FullWeightManifest) -> None:
         raise ManifestError(f"mode must be one of {get_args(SyncMode)}, got {manifest.mode!r}")
     if strange := ({str(t.dtype) for t in tensors} | {str(manifest.wire_dtype)}) - set(get_args(WireDtype)):
         raise ManifestError(f"wire dtype must be one of {get_args(WireDtype)}, got {sorted(strange)}")
-    if not tensors:
-        raise ManifestError("no tensor to send")
-    if twice := [name for name, count in Counter(t.name for t in tensors).items() if count > 1]:
-        raise ManifestError(f"names given more than once: {', '.join(twice)}")
-    if empty := [t.name for t in tensors if t.numel == 0]:
-        raise ManifestError(f"tensors without elements: {', '.join(empty)}")
-    if long := [t.name for t in tensors if t.nbytes > 4 * MAX_WORDS]:
-        raise ManifestError(f"tensors above 16 GiB, which have no fingerprint: {', '.join(long)}")
+    total_bytes = _checked_bytes(tensors)
     stated = (manifest.tensor_count, manifest.total_bytes, manifest.ordered_name_shape_hash)
-    actual = (len(tensors), sum(t.nbytes for t in tensors), ordered_name_shape_hash(tensors))
+    actual = (len(tensors), total_bytes, ordered_name_shape_hash(tensors))
     if stated != actual:
         raise ManifestError(f"count, bytes and hash are stated as {stated} and are {actual}: some were lost")
     if manifest.fingerprints is not None and len(manifest.fingerprints) != len(tensors):
         raise ManifestError(f"{len(manifest.fingerprints)} fingerprints for {len(tensors)} tensors")
+
+
+def _checked_bytes(tensors: Sequence[TensorEntry]) -> int:
+    """Bytes of all tensors, each of which must have a name of its own and a shape that can be sent."""
+    if not tensors:
+        raise ManifestError("no tensor to send")
+    if strange := [t.name for t in tensors if type(t.name) is not str]:
+        raise ManifestError(f"a tensor name must be a string, got {strange[0]!r}")
+    names = [t.name for t in tensors]
+    if len(set(names)) != len(names):
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        raise ManifestError(f"names given more than once: {', '.join(twice)}")
+    if strange := [t.name for t in tensors if any(type(n) is not int or n < 1 for n in t.shape)]:
+        raise ManifestError(f"dimensions must be whole numbers of at least 1: {', '.join(strange)}")
+    sizes = [t.nbytes for t in tensors]
+    if long := [t.name for t, nbytes in zip(tensors, sizes, strict=True) if nbytes > 4 * MAX_WORDS]:
+        raise ManifestError(f"tensors above 16 GiB, which have no fingerprint: {', '.join(long)}")
+    return sum(sizes)

@@ -11,21 +11,26 @@ that says so. It still reports its old version number, and any later complete tr
 
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rollout_sglang.wire.errors import Reason, WeightSyncError
+from flowgrpo_rollout_sglang.wire import native
+from flowgrpo_rollout_sglang.wire.errors import DeviceMismatchError, Reason, WeightSyncError
 from flowgrpo_rollout_sglang.wire.fingerprint import digest
 from flowgrpo_rollout_sglang.wire.host import EXACT_TARGETS, HostReceiverSlots
 from flowgrpo_rollout_sglang.wire.layout import Bucket, bucket_layout
 from flowgrpo_rollout_sglang.wire.link import Channel, Link, PeerLostError, PeerSilentError, connect
 from flowgrpo_rollout_sglang.wire.manifest import FullWeightManifest, ManifestError, SyncMode
 from flowgrpo_rollout_sglang.wire.report import VerifyReport
+
+if TYPE_CHECKING:
+    from flowgrpo_rollout_sglang.wire.cuda import CudaReceiverSlots
 
 Targets = Mapping[str, Tensor]
 
@@ -37,7 +42,6 @@ class _Transaction:
     buckets: tuple[Bucket, ...]
     written: int = 0
     """Buckets that were begun to be written."""
-    scatter_s: float = 0.0
     fingerprints: tuple[int, ...] = ()
     aborted: bool = False
     error: WeightSyncError | None = None
@@ -76,7 +80,7 @@ class WeightReceiver:
         self._generating = 0
         self._link: Link | None = None
         self._link_id = ""
-        self._slots: HostReceiverSlots | None = None
+        self._slots: HostReceiverSlots | CudaReceiverSlots | None = None
 
     def ensure_serving(self) -> None:
         """Returns if the engine holds all of one committed version; raises WeightSyncError otherwise."""
@@ -120,6 +124,7 @@ class WeightReceiver:
             self._check_state(wanted)
             targets = self._resolved(wanted)
             try:
+                _prepare(to)
                 buckets = bucket_layout(wanted.tensors, to.slot_bytes)
                 self._connect(to)
             except (PeerLostError, ValueError) as error:
@@ -218,6 +223,8 @@ class WeightReceiver:
         if wrong := tuple(e.name for e, t in pairs if t.dtype not in EXACT_TARGETS[e.dtype]):
             what = f"{targets[wrong[0]].dtype} parameters do not hold every {manifest.wire_dtype} value"
             raise self._error(version, "dtype", what, wrong, "send in the wire dtype of the engine's parameters")
+        if twice := _overlapping([(e.name, t) for e, t in pairs]):
+            raise self._error(version, "names", "the engine gives both the same memory", twice)
         return [target for _, target in pairs]
 
     def _take(self, transaction: _Transaction, link: Link, channel: Channel) -> None:
@@ -235,15 +242,13 @@ class WeightReceiver:
     def _take_buckets(self, transaction: _Transaction, link: Link, channel: Channel) -> None:
         manifest, entries = transaction.manifest, transaction.manifest.tensors
         if self._slots is None:
-            self._slots = HostReceiverSlots(link, channel)
+            self._slots = _open_slots(link, channel)
         slots = self._slots
-        slots.begin(entries, transaction.targets)
+        slots.begin(entries, transaction.targets, transaction.buckets)
         for sequence, bucket in enumerate(transaction.buckets):
             link.receive(b"FILL", sequence)
             transaction.written += 1
-            started = time.perf_counter()
             slots.scatter(sequence % channel.slots, bucket)
-            transaction.scatter_s += time.perf_counter() - started
             link.send(b"DRAN", sequence)
         sealed = link.receive(b"SEAL", len(transaction.buckets))
         sent = struct.unpack(f"<{len(entries)}Q", sealed)
@@ -259,7 +264,7 @@ class WeightReceiver:
             buckets=len(transaction.buckets),
             digest=digest(zip(manifest.names, held, strict=True)),
             changed=None if self._committed is None else held != self._committed,
-            scatter_s=transaction.scatter_s,
+            scatter_s=slots.seconds(),
         )
 
     def _explained(self, transaction: _Transaction, error: Exception) -> WeightSyncError:
@@ -272,6 +277,8 @@ class WeightReceiver:
             return self._error(version, "peer_lost", f"the sender {error}", hint="send the version again")
         if isinstance(error, PeerSilentError):
             return self._error(version, "timeout", f"the sender {error}", hint="send the version again")
+        if isinstance(error, DeviceMismatchError):
+            return self._error(version, "device", str(error), hint="pair each rank with the engine of its own GPU")
         return self._error(version, "internal", f"{type(error).__name__}: {error}")
 
     def _end(self, transaction: _Transaction, failure: WeightSyncError) -> None:
@@ -314,6 +321,29 @@ class WeightReceiver:
             started = self._open.buckets[: self._open.written]
             sent = len({piece.tensor for bucket in started for piece in bucket.pieces})
         return WeightSyncError(self.name, version, reason, what, tensors, sent, hint)
+
+
+def _prepare(channel: Channel) -> None:
+    """What may take long at the first use, before the sender's clock runs."""
+    if channel.transport == "cuda_ipc":
+        native.load()
+
+
+def _open_slots(link: Link, channel: Channel) -> "HostReceiverSlots | CudaReceiverSlots":
+    if channel.transport == "shm":
+        return HostReceiverSlots(link, channel)
+    from flowgrpo_rollout_sglang.wire.cuda import CudaReceiverSlots  # only where there is a GPU
+
+    return CudaReceiverSlots(link, channel)
+
+
+def _overlapping(pairs: Sequence[tuple[str, Tensor]]) -> tuple[str, ...]:
+    """Two names that would write the same memory, if there are any. Interleaved rows, which may share a span, pass."""
+    spans = sorted((t.data_ptr(), t.numel() * t.element_size(), name) for name, t in pairs if t.is_contiguous())
+    for (start, nbytes, name), (next_start, _, next_name) in pairwise(spans):
+        if start + nbytes > next_start:
+            return name, next_name
+    return ()
 
 
 def _again(error: WeightSyncError | None) -> WeightSyncError:

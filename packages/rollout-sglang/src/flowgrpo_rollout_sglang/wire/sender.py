@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, get_args
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ from flowgrpo_rollout_sglang.wire.layout import Bucket, bucket_layout, slot_byte
 from flowgrpo_rollout_sglang.wire.link import Channel, Link, Listener, PeerLostError, PeerSilentError, Transport
 from flowgrpo_rollout_sglang.wire.manifest import FullWeightManifest, SyncMode, TensorEntry, WireDtype
 from flowgrpo_rollout_sglang.wire.report import SyncReport, VerifyReport
+
+if TYPE_CHECKING:
+    from flowgrpo_rollout_sglang.wire.cuda import CudaSenderSlots
 
 T = TypeVar("T")
 
@@ -67,8 +70,8 @@ class WeightSender:
     ):
         if bucket_size_mb < 1:
             raise ValueError(f"bucket_size_mb must be at least 1, got {bucket_size_mb}")
-        if transport != "shm":
-            raise ValueError(f"transport must be shm, got {transport!r}")
+        if transport not in get_args(Transport):
+            raise ValueError(f"transport must be one of {get_args(Transport)}, got {transport!r}")
         self.transport: Transport = transport
         self.bucket_size_mb, self.wire_dtype, self.timeout_s = bucket_size_mb, wire_dtype, timeout_s
         self._bridges: dict[str, _Bridge] = {}
@@ -110,11 +113,14 @@ class WeightSender:
         try:
             return sync.run(iter(tensors))
         except BaseException as error:
-            if (bridge := self._bridges.pop(receiver.name, None)) is not None:
-                bridge.close()
+            bridge = self._bridges.pop(receiver.name, None)
+            if bridge is not None:
+                bridge.hang_up()
             if sync.begun:
                 with suppress(Exception):  # it may be dead; what happened first is what the caller must read
                     receiver.abort()
+            if bridge is not None:
+                bridge.close()  # after the abort: nobody writes from these slots any more
             if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
                 raise
             raise sync.explained(error) from error
@@ -140,7 +146,7 @@ class _Bridge:
     """Slots, and the link to the one receiver that sees them."""
 
     def __init__(self, transport: Transport, slot_bytes: int, timeout_s: float):
-        self.slots = HostSenderSlots(SLOTS, slot_bytes)
+        self.slots = _new_slots(transport, slot_bytes)
         self._listener = Listener()
         self._link: Link | None = None
         self.channel = Channel(
@@ -164,11 +170,23 @@ class _Bridge:
             self._listener.close()
         return self._link
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Ends the link, which the receiver sees at once."""
         self._listener.close()
         if self._link is not None:
             self._link.close()
+
+    def close(self) -> None:
+        self.hang_up()
         self.slots.close()
+
+
+def _new_slots(transport: Transport, slot_bytes: int) -> "HostSenderSlots | CudaSenderSlots":
+    if transport == "shm":
+        return HostSenderSlots(SLOTS, slot_bytes)
+    from flowgrpo_rollout_sglang.wire.cuda import CudaSenderSlots  # only where there is a GPU
+
+    return CudaSenderSlots(SLOTS, slot_bytes)
 
 
 class _Sync:
@@ -189,12 +207,13 @@ class _Sync:
         started = time.perf_counter()
         bridge = self._sender._bridge(receiver.name, manifest.tensors)
         buckets = bucket_layout(manifest.tensors, bridge.channel.slot_bytes)
-        bridge.slots.begin(manifest.tensors)
+        bridge.slots.begin(manifest.tensors, buckets)
         self._timed("begin", lambda: receiver.begin(manifest.to_json(), bridge.channel.to_json()))
         self.begun = True
         link = bridge.link()
         self._send_buckets(bridge, link, buckets, tensors)
-        fingerprints = self._timed("pack", bridge.slots.fingerprints)
+        fingerprints = bridge.slots.fingerprints()
+        self._seconds["pack"] = bridge.slots.seconds()
         link.send(b"SEAL", len(buckets), struct.pack(f"<{len(fingerprints)}Q", *fingerprints))
         verified = self._timed("verify", receiver.verify)
         for sequence in range(max(0, len(buckets) - SLOTS), len(buckets)):
@@ -215,7 +234,7 @@ class _Sync:
                     index, tensor = piece.tensor, self._timed("gather", lambda: self._next(tensors))
                 assert tensor is not None
                 sources.append(tensor)
-            self._timed("pack", lambda b=bucket, n=sequence, s=sources: bridge.slots.pack(n % SLOTS, b, s))
+            bridge.slots.pack(sequence % SLOTS, bucket, sources)
             link.send(b"FILL", sequence)
         if (more := next(tensors, None)) is not None:
             raise self._error("stream", "the sender has more tensors than its manifest", (more[0],))
@@ -270,6 +289,8 @@ class _Sync:
         """`error` as the one error of a sync."""
         if isinstance(error, PeerLostError):
             return self._error("peer_lost", f"the engine {error}", hint="restart it, then send the version again")
+        if isinstance(error, (EOFError, ConnectionError)):  # the control path's way of saying so
+            return self._error("peer_lost", f"the engine does not answer ({type(error).__name__})")
         if isinstance(error, PeerSilentError):
             return self._error("timeout", f"the engine {error}", hint="see its log; then send the version again")
         return self._error("internal" if self.begun else "control", f"{type(error).__name__}: {error}")

@@ -1,0 +1,240 @@
+"""Slots in device memory that both processes see. Bytes never leave the GPU, and neither process waits for it:
+
+    sender                                         receiver
+    wait for drained[slot] on its stream           wait for filled[slot] on its stream
+    gather tensors into the slot                   scatter the slot into parameters
+    record filled[slot], then send FILL            record drained[slot], then send DRAN
+
+The order of the messages makes the order of the events: a process waits for an event only after the message that says
+it was recorded. Memory and events are opened once for a link.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rollout_sglang.wire import cuda_memory, host, native
+from flowgrpo_rollout_sglang.wire.errors import DeviceMismatchError
+from flowgrpo_rollout_sglang.wire.layout import Bucket
+from flowgrpo_rollout_sglang.wire.link import Channel, Link, take_fds
+from flowgrpo_rollout_sglang.wire.manifest import ITEM_BYTES, TensorEntry
+from flowgrpo_rollout_sglang.wire.pieces import COLUMNS, is_native_source, piece_rows
+
+# A process cannot open its own handles. An engine in the sender's process finds the slots here, by memory handle.
+_own_slots: dict[str, "CudaSenderSlots"] = {}
+
+
+class _Stopwatch:
+    """Time that a stream spent between pairs of events."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._used = 0
+
+    def restart(self) -> None:
+        self._used = 0
+
+    def start(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Records the first of a pair and returns the second one, for the caller to record."""
+        if self._used == len(self._pairs):
+            self._pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+        first, second = self._pairs[self._used]
+        self._used += 1
+        first.record(stream)
+        return second
+
+    def seconds(self) -> float:
+        """All pairs must have been reached."""
+        return sum(first.elapsed_time(second) for first, second in self._pairs[: self._used]) / 1e3
+
+
+class _Table:
+    """Rows of native copies on their way to the device: pinned, and never overwritten within one transaction."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pinned = self._there = torch.empty(0, COLUMNS, dtype=torch.int64)
+        self._used = 0
+
+    def restart(self, rows: int) -> None:
+        """Room for `rows` rows. The device must have read all earlier ones."""
+        self._used = 0
+        if self._pinned.shape[0] < rows:
+            self._pinned = torch.empty(rows, COLUMNS, dtype=torch.int64, pin_memory=True)
+            self._there = torch.empty(rows, COLUMNS, dtype=torch.int64, device=self._device)
+
+    def upload(self, rows: list[list[int]]) -> Tensor:
+        """The rows on the device, in the order of the current stream."""
+        run = slice(self._used, self._used + len(rows))
+        self._used += len(rows)
+        self._pinned[run] = torch.tensor(rows, dtype=torch.int64)
+        self._there[run].copy_(self._pinned[run], non_blocking=True)
+        return self._there[run]
+
+
+class _Copies:
+    """Gather and scatter of one transaction, native where it can be."""
+
+    def __init__(self, device: torch.device):
+        self._native = native.load()
+        self.device = device
+        self._table = _Table(device)
+        self._sums = torch.zeros(0, dtype=torch.int64, device=device)
+        self._entries: Sequence[TensorEntry] = ()
+        self.watch = _Stopwatch()
+
+    def begin(self, entries: Sequence[TensorEntry], pieces: int) -> None:
+        self._entries = entries
+        self._sums = torch.zeros(len(entries), dtype=torch.int64, device=self.device)
+        self.watch.restart()
+        if self._native is not None:
+            self._table.restart(pieces)
+
+    def gather(self, slot: Tensor, bucket: Bucket, sources: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
+        end = self.watch.start(stream)
+        if self._native is None:
+            host.pack(slot, bucket, sources, self._entries, self._sums)
+        else:
+            ready = self._readable(bucket, sources)
+            table, chunks = piece_rows(bucket, ready, self._entries)
+            self._native.gather(self._table.upload(table), self._sums, *self._rest(slot, bucket, chunks, stream))
+        end.record(stream)
+
+    def scatter(self, slot: Tensor, bucket: Bucket, targets: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
+        end = self.watch.start(stream)
+        if self._native is None:
+            host.scatter(slot, bucket, targets, self._entries, self._sums)
+        else:
+            of_pieces = [targets[piece.tensor] for piece in bucket.pieces]
+            table, chunks = piece_rows(bucket, of_pieces, self._entries)
+            self._native.scatter(self._table.upload(table), self._sums, *self._rest(slot, bucket, chunks, stream))
+        end.record(stream)
+
+    def fingerprints(self) -> list[int]:
+        """Waits for everything on the current stream."""
+        return host.unsigned(self._sums.cpu())
+
+    def _readable(self, bucket: Bucket, sources: Sequence[Tensor]) -> list[Tensor]:
+        """`sources` on this GPU, contiguous, in a dtype that the gather casts; each tensor is moved at most once."""
+        made: dict[int, Tensor] = {}
+        for piece, source in zip(bucket.pieces, sources, strict=True):
+            if piece.tensor not in made:
+                moved = source.detach().to(self.device)
+                if not is_native_source(moved):
+                    moved = moved.to(host.TORCH_DTYPE[self._entries[piece.tensor].dtype]).contiguous()
+                made[piece.tensor] = moved
+        return [made[piece.tensor] for piece in bucket.pieces]
+
+    def _rest(self, slot: Tensor, bucket: Bucket, chunks: int, stream: torch.cuda.Stream) -> tuple[int, int, int, int]:
+        wire_item = ITEM_BYTES[self._entries[bucket.pieces[0].tensor].dtype]
+        return slot.data_ptr(), chunks, wire_item, stream.cuda_stream
+
+
+class CudaSenderSlots:
+    """The sender's slots: they are allocated here and freed here. Work is put on the caller's current stream."""
+
+    def __init__(self, slots: int, slot_bytes: int):
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._copies = _Copies(self.device)
+        self._pointer = cuda_memory.allocate(slots * slot_bytes, self.device)
+        memory = cuda_memory.as_tensor(self._pointer, slots * slot_bytes, self.device)
+        self.views = list(memory.split(slot_bytes))
+        with torch.cuda.device(self.device):
+            self.filled, self.drained = ([torch.cuda.Event(interprocess=True) for _ in range(slots)] for _ in range(2))
+            events = [event.ipc_handle().hex() for event in (*self.filled, *self.drained)]
+        self._handles = (cuda_memory.export(self._pointer, self.device).hex(), *events)
+        _own_slots[self._handles[0]] = self
+        self._in_use = [False] * slots
+
+    def begin(self, entries: Sequence[TensorEntry], buckets: Sequence[Bucket]) -> None:
+        self._copies.begin(entries, sum(len(bucket.pieces) for bucket in buckets))
+        self._in_use = [False] * len(self.views)
+
+    def pack(self, slot: int, bucket: Bucket, sources: Sequence[Tensor]) -> None:
+        """The caller has had the word that the slot's last bucket is drained."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._in_use[slot]:
+            stream.wait_event(self.drained[slot])
+        self._copies.gather(self.views[slot], bucket, sources, stream)
+        self.filled[slot].record(stream)
+        self._in_use[slot] = True
+
+    def fingerprints(self) -> list[int]:
+        return self._copies.fingerprints()
+
+    def seconds(self) -> float:
+        return self._copies.watch.seconds()
+
+    def describe(self) -> dict[str, Any]:
+        return {"device_uuid": cuda_memory.device_uuid(self.device), "handles": self._handles}
+
+    def fds(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        """Frees the memory; the receiver must have closed its view, or its process must have ended."""
+        if _own_slots.pop(self._handles[0], None) is not None:
+            torch.cuda.synchronize(self.device)
+            self.views = []
+            cuda_memory.free(self._pointer, self.device)
+
+
+class CudaReceiverSlots:
+    """The receiver's view of a sender's slots on the same GPU. Work is put on a stream of its own."""
+
+    def __init__(self, link: Link, channel: Channel):
+        take_fds(link)
+        device = cuda_memory.device_with(channel.device_uuid)
+        if device is None:
+            raise DeviceMismatchError(f"the sender's GPU {channel.device_uuid} is not visible to the engine")
+        self.device = device
+        self._copies = _Copies(device)
+        self._targets: Sequence[Tensor] = ()
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)
+            self._open(channel)
+
+    def _open(self, channel: Channel) -> None:
+        memory, *events = channel.handles
+        self._pointer: int | None = None
+        if own := _own_slots.get(memory):
+            self._views, self._filled, self._drained = own.views, own.filled, own.drained
+            return
+        if len(events) != 2 * channel.slots:
+            raise ValueError(f"{len(events)} event handles for {channel.slots} slots; two for each are needed")
+        opened = [torch.cuda.Event.from_ipc_handle(self.device, bytes.fromhex(event)) for event in events]
+        self._filled, self._drained = opened[: channel.slots], opened[channel.slots :]
+        self._pointer = cuda_memory.open_exported(bytes.fromhex(memory), self.device)
+        whole = cuda_memory.as_tensor(self._pointer, channel.slots * channel.slot_bytes, self.device)
+        self._views = list(whole.split(channel.slot_bytes))
+
+    def begin(self, entries: Sequence[TensorEntry], targets: Sequence[Tensor], buckets: Sequence[Bucket]) -> None:
+        strange = [e.name for e, t in zip(entries, targets, strict=True) if t.device != self.device]
+        if strange:
+            raise DeviceMismatchError(f"{strange[0]} and {len(strange) - 1} more are not on the sender's GPU")
+        self._targets = [target.detach() for target in targets]
+        torch.cuda.synchronize(self.device)  # what the engine still does with the old weights ends first
+        with torch.cuda.stream(self._stream):
+            self._copies.begin(entries, sum(len(bucket.pieces) for bucket in buckets))
+
+    def scatter(self, slot: int, bucket: Bucket) -> None:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._filled[slot])
+            self._copies.scatter(self._views[slot], bucket, self._targets, self._stream)
+            self._drained[slot].record(self._stream)
+
+    def fingerprints(self) -> list[int]:
+        with torch.cuda.stream(self._stream):
+            return self._copies.fingerprints()
+
+    def seconds(self) -> float:
+        return self._copies.watch.seconds()
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._views, self._targets, self._filled, self._drained = [], (), [], []
+        if self._pointer is not None:
+            cuda_memory.close_exported(self._pointer, self.device)
+            self._pointer = None
