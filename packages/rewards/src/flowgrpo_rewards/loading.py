@@ -17,6 +17,19 @@ log = logging.getLogger(__name__)
 _CACHE: dict[str, GenerativeRewardScorer] = {}
 _PASSED = ("model_path", "device")
 
+SCORERS = {
+    "aesthetic": "flowgrpo_rewards.aesthetic.AestheticScorer",
+    "clipscore": "flowgrpo_rewards.open_clip_scorers.ClipScoreScorer",
+    "combined": "flowgrpo_rewards.combined.CombinedScorer",
+    "hpsv2": "flowgrpo_rewards.open_clip_scorers.HpsV2Scorer",
+    "judge": "flowgrpo_rewards.judge.JudgeScorer",
+    "ocr": "flowgrpo_rewards.ocr.OcrScorer",
+    "pickscore": "flowgrpo_rewards.pickscore.PickScoreScorer",
+    "shapes": "flowgrpo_rewards.shapes.ShapeScorer",
+    "statistics": "flowgrpo_rewards.statistics.ImageStatisticsScorer",
+}
+"""Short names of the scorers of this package, good wherever a dotted path is."""
+
 
 def load_scorer(config: RewardConfig, *, device: str | None = None) -> GenerativeRewardScorer:
     """The scorer of these settings, loaded at the first call and kept by path, model, runtime and endpoint.
@@ -83,9 +96,9 @@ def make_scorer(path: str, *, model_path: str | None, device: str) -> Generative
 
 def import_scorer(path: str) -> Callable[..., Any]:
     """The class or factory at a dotted path, its signature checked. Preflight calls this and builds nothing."""
-    module_name, _, attribute = path.rpartition(".")
+    module_name, _, attribute = SCORERS.get(path, path).rpartition(".")
     if not module_name:
-        raise ScorerLoadError(path, "it is not a dotted path", "use MODULE.CLASS")
+        raise ScorerLoadError(path, "it is no dotted path", f"use MODULE.CLASS, or one of {', '.join(SCORERS)}")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -105,10 +105,10 @@ def post_process(
 
 
 def score_in_batches(
-    samples: Sequence[RewardSample], scorer: GenerativeRewardScorer, *, batch_size: int, timeout_s: float
+    samples: Sequence[RewardSample], scorer: GenerativeRewardScorer, *, batch_size: int, timeout_s: float | None
 ) -> list[SampleResult]:
     """One result per sample, in order. A batch that raises is scored again one sample at a time, so that
-    the sample to blame is `Invalid` by name and its neighbours keep their values."""
+    the sample to blame is `Invalid` by name and its neighbours keep their values. `timeout_s` limits one call."""
     results: list[SampleResult] = []
     for start in range(0, len(samples), batch_size):
         batch = samples[start : start + batch_size]
@@ -121,7 +121,7 @@ def score_in_batches(
     return results
 
 
-def _score_alone(scorer: GenerativeRewardScorer, sample: RewardSample, timeout_s: float) -> SampleResult:
+def _score_alone(scorer: GenerativeRewardScorer, sample: RewardSample, timeout_s: float | None) -> SampleResult:
     try:
         return _score(scorer, [sample], timeout_s)[0]
     except RewardError:
@@ -130,8 +130,12 @@ def _score_alone(scorer: GenerativeRewardScorer, sample: RewardSample, timeout_s
         return dict.fromkeys(scorer.components, Invalid(f"the scorer raised {type(error).__name__}: {error}"))
 
 
-def _score(scorer: GenerativeRewardScorer, batch: Sequence[RewardSample], timeout_s: float) -> list[SampleResult]:
-    """`scorer.score(batch)` under a time limit, checked against the protocol."""
+def _score(
+    scorer: GenerativeRewardScorer, batch: Sequence[RewardSample], timeout_s: float | None
+) -> list[SampleResult]:
+    """`scorer.score(batch)` under a time limit (None: the caller keeps its own), checked against the protocol."""
+    if timeout_s is None:
+        return _checked(scorer, batch, scorer.score(batch))
     outcome: list[Sequence[SampleResult]] = []
     raised: list[BaseException] = []
 
@@ -234,6 +238,7 @@ def _check_names(names: set[str], scorer: GenerativeRewardScorer) -> None:
 def reward_metrics(report: RewardReport) -> dict[str, float]:
     """The `reward/...` series of a report. Standard deviations are those of the population.
 
+    `reward/mean` is the mean of the weighted sum of the raw components over all candidates.
     `reward/group_std_mean` is the mean over groups of the standard deviation of the weighted sum of the raw
     components: near 0, the scorer cannot tell a group's candidates apart and nothing is learned.
     """
@@ -256,6 +261,7 @@ def reward_metrics(report: RewardReport) -> dict[str, float]:
         ]
         for rows in zip(*report.components.values(), strict=True)
     ]
+    metrics["reward/mean"] = math.fsum(map(math.fsum, total_GN)) / (len(total_GN) * len(total_GN[0]))
     metrics["reward/num_groups"] = float(len(total_GN))
     metrics["reward/group_std_mean"] = math.fsum(map(_std, total_GN)) / len(total_GN)
     metrics["reward/invalid"] = float(len(report.left_out))
