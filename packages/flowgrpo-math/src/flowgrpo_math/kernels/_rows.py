@@ -19,8 +19,8 @@ from torch import Tensor
 
 CHUNK = 8192
 """Elements of one program. Fixed: it decides the order of the sum, hence the bits."""
-BLOCK = 4096
-"""Elements in flight at once inside a program; divides CHUNK."""
+BLOCK = 2048
+"""Elements that a program adds at a time; divides CHUNK, and as fixed as it is."""
 WARPS = 8
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _MAX_SPAN = 2**31 - 1  # column offsets inside a row are 32-bit
@@ -45,6 +45,8 @@ def as_rows(tensor: Tensor) -> Rows:
 
     Without a copy: contiguous latents, a slice of a trajectory (`latents[:, k]`), of tokens or of channels.
     """
+    if tensor.is_contiguous():
+        return Rows(tensor, 0, tensor.numel() // tensor.shape[0], 0, 1)
     dims: list[tuple[int, int]] = []  # (size, stride), outermost first
     for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True):
         if size == 1:
@@ -80,6 +82,8 @@ def row_coefficients(coefficients: tuple[Tensor, ...], B: int, device: torch.dev
     """Each as [B] float32 on `device`; one number for all rows becomes a view of stride 0."""
     if coefficients[0].device != device or coefficients[0].dtype != torch.float32:
         coefficients = tuple(torch.stack(coefficients).to(device=device, dtype=torch.float32))
+    if coefficients[0].shape[0] == B:
+        return coefficients
     return tuple(c.expand(B) for c in coefficients)
 
 
@@ -93,6 +97,11 @@ def on_device(tensor: Tensor) -> AbstractContextManager:
 def num_chunks(D: int) -> int:
     """Programs of one row."""
     return -(-D // CHUNK)
+
+
+def reduce_width(chunks: int) -> int:
+    """Chunk sums that a row's last program adds at once: a power of two that one warp covers for usual images."""
+    return min(1024, 1 << (chunks - 1).bit_length())
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}

@@ -16,9 +16,6 @@ from flowgrpo_math.kernels import _rows
 from flowgrpo_math.kernels._rows import load_row, standard_score, store_logp_when_last
 from flowgrpo_math.transition import HALF_LOG_2PI, Transition, check_density, check_latents
 
-REDUCE = 256
-"""Chunk sums added at once by a row's last program."""
-
 
 def transition_logp(x: Tensor, velocity: Tensor, x_next: Tensor, t: Transition) -> Tensor:
     """Log-density of `x_next` under `t`, averaged over D: [B] float32, nats per element.
@@ -137,7 +134,7 @@ def _backward_kernel(
 
 
 def _forward(x: Tensor, velocity: Tensor, x_next: Tensor, x_scale: Tensor, v_scale: Tensor, std: Tensor) -> Tensor:
-    B, D = x.shape[0], x[0].numel()
+    B, D = x.shape[0], x.numel() // x.shape[0]
     chunks = _rows.num_chunks(D)
     rows = [_rows.as_rows(tensor) for tensor in (x, velocity, x_next)]
     logp_B = torch.empty(B, dtype=torch.float32, device=x.device)
@@ -159,7 +156,7 @@ def _forward(x: Tensor, velocity: Tensor, x_next: Tensor, x_scale: Tensor, v_sca
             CHUNKS=chunks,
             CHUNK=_rows.CHUNK,
             BLOCK=_rows.BLOCK,
-            REDUCE=REDUCE,
+            REDUCE=_rows.reduce_width(chunks),
             num_warps=_rows.WARPS,
         )
     return logp_B
@@ -175,7 +172,7 @@ def _backward(
     std: Tensor,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    B, D = x.shape[0], x[0].numel()
+    B, D = x.shape[0], x.numel() // x.shape[0]
     chunks = -(-D // _rows.BLOCK)
     rows = [_rows.as_rows(tensor) for tensor in (x, velocity, x_next)]
     grads = _empty_grads(x, velocity, x_next, needs)

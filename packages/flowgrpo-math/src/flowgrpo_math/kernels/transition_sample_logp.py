@@ -11,7 +11,6 @@ from torch import Tensor
 
 from flowgrpo_math.kernels import _rows
 from flowgrpo_math.kernels._rows import load_row, standard_score, store_logp_when_last
-from flowgrpo_math.kernels.transition_logp import REDUCE
 from flowgrpo_math.transition import HALF_LOG_2PI, Transition, check_density, check_latents
 
 
@@ -78,16 +77,25 @@ def _sample_kernel(
     v_scale = tl.load(v_scale_ptr + row * coefficient_stride)
     std = tl.load(std_ptr + row * coefficient_stride)
     sum_z2 = tl.zeros([BLOCK], dtype=tl.float32)
+    column = chunk.to(tl.int32) * CHUNK + tl.arange(0, BLOCK)
+    x = load_row(x_ptr, row, column, D, x_row, x_outer, x_inner, X_SIZE)
+    velocity = load_row(velocity_ptr, row, column, D, velocity_row, velocity_outer, velocity_inner, VELOCITY_SIZE)
+    noise = load_row(noise_ptr, row, column, D, noise_row, noise_outer, noise_inner, NOISE_SIZE)
     for start in tl.static_range(0, CHUNK, BLOCK):
-        column = chunk.to(tl.int32) * CHUNK + start + tl.arange(0, BLOCK)
-        x = load_row(x_ptr, row, column, D, x_row, x_outer, x_inner, X_SIZE)
-        velocity = load_row(velocity_ptr, row, column, D, velocity_row, velocity_outer, velocity_inner, VELOCITY_SIZE)
-        noise = load_row(noise_ptr, row, column, D, noise_row, noise_outer, noise_inner, NOISE_SIZE)
+        at = row * D + column
+        inside = column < D
         drawn = tl.fma(std, noise, tl.fma(v_scale, velocity, x_scale * x))
         x_next = drawn.to(x_next_ptr.dtype.element_ty)
-        tl.store(x_next_ptr + row * D + column, x_next, mask=column < D)
         z = standard_score(x, velocity, x_next.to(tl.float32), x_scale, v_scale, 1.0 / std)
         sum_z2 = tl.fma(z, z, sum_z2)
+        if start + BLOCK < CHUNK:  # the compiler may not move these loads above the store: so we do
+            column += BLOCK
+            x = load_row(x_ptr, row, column, D, x_row, x_outer, x_inner, X_SIZE)
+            velocity = load_row(
+                velocity_ptr, row, column, D, velocity_row, velocity_outer, velocity_inner, VELOCITY_SIZE
+            )
+            noise = load_row(noise_ptr, row, column, D, noise_row, noise_outer, noise_inner, NOISE_SIZE)
+        tl.store(x_next_ptr + at, x_next, mask=inside)
     store_logp_when_last(
         tl.sum(sum_z2), row, chunk, D, std, chunk_sums_ptr, counters_ptr, logp_ptr, HALF_LOG_2PI, CHUNKS, REDUCE
     )
@@ -102,7 +110,7 @@ def _sample(
     std: Tensor,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    B, D = x.shape[0], x[0].numel()
+    B, D = x.shape[0], x.numel() // x.shape[0]
     chunks = _rows.num_chunks(D)
     rows = [_rows.as_rows(tensor) for tensor in (x, velocity, noise)]
     x_next, logp_B = _empty_outputs(x, out_dtype)
@@ -125,7 +133,7 @@ def _sample(
             CHUNKS=chunks,
             CHUNK=_rows.CHUNK,
             BLOCK=_rows.BLOCK,
-            REDUCE=REDUCE,
+            REDUCE=_rows.reduce_width(chunks),
             num_warps=_rows.WARPS,
         )
     return x_next, logp_B
