@@ -25,7 +25,7 @@ from flowgrpo_trainer.run_folder import RunFolder, now
 
 STEP_AXIS = "rollout/step"
 
-NAN_WHEN_DEGENERATE = frozenset(
+NAN_WITHOUT_STEP = frozenset(
     {
         "train/loss",
         "train/ratio_mean",
@@ -37,7 +37,7 @@ NAN_WHEN_DEGENERATE = frozenset(
         "train/grad_norm",
     }
 )
-"""NaN means "no optimizer step was taken" here, and only beside reward/degenerate = 1 in the same step."""
+"""NaN means "no optimizer step was taken" here, and only beside train/optimizer_steps = 0 in the same rollout."""
 
 _log = logging.getLogger(__name__)
 
@@ -276,11 +276,11 @@ def finite_metrics(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
             values[name] = float(value)
         except (TypeError, ValueError) as error:
             raise TypeError(f"rollout {step}: metric {name} is {value!r}, which is not a number") from error
-    nan_means_skipped = NAN_WHEN_DEGENERATE if values.get("reward/degenerate") == 1.0 else frozenset()
+    nan_has_meaning = NAN_WITHOUT_STEP if values.get("train/optimizer_steps") == 0.0 else frozenset()
     bad = {
         name: value
         for name, value in values.items()
-        if not (math.isfinite(value) or (math.isnan(value) and name in nan_means_skipped))
+        if not (math.isfinite(value) or (math.isnan(value) and name in nan_has_meaning))
     }
     if bad:
         raise NonFiniteMetricError(step, bad)

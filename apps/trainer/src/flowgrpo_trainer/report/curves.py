@@ -158,7 +158,9 @@ class _Plot:
             _add(svg, "line", "grid", x1=self.left, x2=self.right, y1=y, y2=y)
             _add(svg, "text", "tick end", label, x=self.left - 6, y=y + 4)
         whole = float(self.x_low).is_integer() and float(self.x_high).is_integer()
-        ticks = [t for t in nice_ticks(self.x_low, self.x_high, whole=whole) if self.x_low <= t <= self.x_high]
+        ticks = [
+            t for t in nice_ticks(self.x_low, self.x_high, target=8, whole=whole) if self.x_low <= t <= self.x_high
+        ]
         for tick, label in zip(ticks, tick_labels(ticks) if ticks else [], strict=True):
             x, _ = self.at(tick, self.y_ticks[0])
             _add(svg, "line", "mark", x1=x, x2=x, y1=self.bottom, y2=self.bottom + 4)

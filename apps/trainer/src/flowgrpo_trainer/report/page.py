@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -21,6 +20,7 @@ from flowgrpo_trainer.report.results import (
     Warned,
     change,
     correct_of,
+    flat,
     reward_of,
     running_seconds,
     warnings,
@@ -64,7 +64,7 @@ def render(data: RunData) -> str:
         left_out=left_out,
         comparisons=compared,
         phases=phase_times(data),
-        settings=list(_flat(data.settings)),
+        settings=[(name, _setting_text(value)) for name, value in flat(data.settings)],
         versions=data.info.get("versions") or {},
         git=data.info.get("git"),
         machine=data.info.get("machine") or {},
@@ -178,13 +178,8 @@ def _rollouts(count: int) -> str:
     return f"{count} rollout{'' if count == 1 else 's'}"
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted name, value) of nested settings."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _setting_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _resource(name: str) -> str:

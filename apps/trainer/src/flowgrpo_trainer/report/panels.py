@@ -107,9 +107,8 @@ def _ratio(data: RunData) -> Panel | None:
         low=[low.get(step, nan) for step in steps] if low else None,
         high=[high.get(step, nan) for step in steps] if high else None,
     )
-    clip = data.settings.get("eps_clip")
-    clip_high = data.settings.get("eps_clip_high") or clip
-    edges = [1 - clip, 1 + clip_high] if isinstance(clip, int | float) and isinstance(clip_high, int | float) else []
+    clip = data.setting("eps_clip")
+    edges = [] if clip is None else [1 - clip, 1 + (data.setting("eps_clip_high") or clip)]
     return _panel(
         [band],
         "Policy ratio",
@@ -132,9 +131,9 @@ def _grad_norm(data: RunData) -> Panel | None:
     log = bool(finite) and min(finite) > 0 and max(finite) / min(finite) > 50
     drawn = [Series(name="", x=steps, y=values)] if finite else []
     caption = "Norm of the whole gradient before clipping" + (" (log axis)." if log else ".")
-    edge = data.settings.get("clip_grad")
-    lines = [edge] if isinstance(edge, int | float) else []
-    return _panel(drawn, "Gradient norm", "", caption, y_log=log, y_lines=lines)
+    edge = data.setting("clip_grad")
+    caption += f" Dashed, where it fits: the norm it is clipped to, {edge:g}." if edge else ""
+    return _panel(drawn, "Gradient norm", "", caption, y_log=log, y_lines=[edge] if edge else [])
 
 
 def _times(data: RunData) -> Panel | None:

@@ -20,7 +20,7 @@ class Picture:
     """One cell of the comparison."""
 
     label: str
-    """`before`, `after 50 rollouts`."""
+    """`before`, or `after 50`, of rollouts."""
     uri: str | None
     """data: URI, or none where the file is missing or no picture."""
     tiny: bool
@@ -87,7 +87,7 @@ def _numbered(samples: Sequence[EvalSample]) -> dict[tuple[str, int], EvalSample
 
 
 def _picture(folder: Path, step: int, sample: EvalSample | None) -> Picture:
-    label = "before" if step == 0 else f"after {step} rollout{'s' if step > 1 else ''}"
+    label = "before" if step == 0 else f"after {step}"
     uri, tiny = (None, False) if sample is None or sample.image is None else _data_uri(folder, sample.image)
     return Picture(label, uri, tiny, sample)
 

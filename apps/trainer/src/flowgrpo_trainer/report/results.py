@@ -1,19 +1,17 @@
 """What a run's files say: series, the change on held-out prompts with its standard error, time, warnings."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from flowgrpo_trainer.run_folder import EvalSample, Evaluation, MetricsRecord, RunFolder
 
-NOT_COMPONENTS = frozenset({"advantage", "group_std"})  # reward/<these>_mean are statistics of something else
 Value = Callable[[EvalSample], float | None]
-COUNTERS = {
-    "train/optimizer_skips": "optimizer steps were skipped",
-    "train/weight_sync_failures": "weight syncs failed and were tried again",
-    "train/checkpoint_failures": "checkpoints could not be written",
+COUNTERS = {  # since the start of the process
+    "train/weight_sync_failures": ("failed weight sync", "The sync was tried again, or the run ended."),
+    "train/checkpoint_failures": ("failed checkpoint", "A resume would start from an older one."),
 }
 
 _ENDED = {"interrupted": "interrupted", "failed": "ended by an error"}
@@ -66,14 +64,19 @@ class RunData:
         points = [(step, metrics[name]) for step, metrics in self.by_step.items() if name in metrics]
         return [step for step, _ in points], [value for _, value in points]
 
+    def setting(self, name: str) -> float | None:
+        """A number among the settings, in whatever group it stands; None where it is not set."""
+        found = [value for key, value in flat(self.settings) if key.rpartition(".")[2] == name]
+        return next((v for v in found if isinstance(v, int | float) and not isinstance(v, bool)), None)
+
     def names(self) -> list[str]:
         """All series, in the order of their first appearance."""
         return list(dict.fromkeys(name for metrics in self.by_step.values() for name in metrics))
 
     def components(self) -> list[str]:
-        """Reward components of training: the X of reward/X_mean."""
+        """Reward components of training: the X of reward/X_mean, less the statistics of something else."""
         found = [n.removeprefix("reward/").removesuffix("_mean") for n in self.names() if _is_component(n)]
-        return [name for name in found if name not in NOT_COMPONENTS]
+        return [name for name in found if name != "advantage" and not name.endswith("group_std")]
 
     def eval_sets(self) -> list[str]:
         """Names of the held-out prompt sets, in the order of the first evaluation."""
@@ -86,6 +89,15 @@ class RunData:
     def total_rollouts(self) -> int | None:
         total = self.info.get("total_rollouts")
         return total if isinstance(total, int) else None
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of nested settings."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def reward_of(sample: EvalSample) -> float | None:
@@ -152,18 +164,37 @@ def warnings(data: RunData) -> list[Warned]:
     """Everything that went wrong without ending the run, and what the run never reached."""
     found = []
     steps, degenerate = data.series("reward/degenerate")
-    flat = [step for step, value in zip(steps, degenerate, strict=True) if value == 1.0]
-    if flat:
+    degenerate_steps = [step for step, value in zip(steps, degenerate, strict=True) if value == 1.0]
+    if degenerate_steps:
         found.append(
             Warned(
-                f"{len(flat)} of {len(steps)} rollouts were degenerate",
-                f"All candidates of each prompt got the same reward, so there was nothing to learn: {_at(flat)}.",
+                f"{len(degenerate_steps)} of {len(steps)} rollouts were degenerate",
+                "All candidates of each prompt got the same reward, so there was nothing to learn and no step was "
+                f"taken: {_at(degenerate_steps)}.",
             )
         )
-    for name, words in COUNTERS.items():
+    steps, skips = data.series("train/optimizer_skips")  # per rollout
+    broken = {step: skip for step, skip in zip(steps, skips, strict=True) if skip and step not in degenerate_steps}
+    if broken:
+        found.append(
+            Warned(
+                f"{_count(sum(broken.values()), 'optimizer step')} skipped",
+                f"Their gradient was not finite: {_at(list(broken))}.",
+            )
+        )
+    steps, invalid = data.series("reward/invalid")
+    lost = {step: count for step, count in zip(steps, invalid, strict=True) if count}
+    if lost:
+        found.append(
+            Warned(
+                f"{_count(sum(lost.values()), 'component value')} could not be used",
+                f"The scorer gave none, or none that is finite, so their group counts 0 there: {_at(list(lost))}.",
+            )
+        )
+    for name, (noun, meaning) in COUNTERS.items():
         total, grew = increases(*data.series(name))
         if total:
-            found.append(Warned(f"{total} {words}", f"{name} grew at {_at(grew)}."))
+            found.append(Warned(_count(total, noun), f"{meaning} At {_at(grew)}."))
     if data.ended is not None and data.ended.get("state") != "finished":
         found.append(Warned(f"The run was {_ENDED[data.ended['state']]}", data.ended.get("detail", "")))
     if not data.evals:
@@ -195,6 +226,10 @@ def _estimate(values: Sequence[float]) -> Estimate | None:
 
 def _time(text: str) -> datetime:
     return datetime.fromisoformat(text)
+
+
+def _count(number: float, noun: str) -> str:
+    return f"{number:.0f} {noun}{'' if number == 1 else 's'}"
 
 
 def _at(steps: Sequence[int]) -> str:
