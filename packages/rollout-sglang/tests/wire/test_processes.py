@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from flowgrpo_rollout_sglang.wire import WeightReceiver, WeightSender, WeightSyncError
-from flowgrpo_rollout_sglang.wire.host import HostSenderSlots
-from flowgrpo_rollout_sglang.wire.testing import PipeClient, ReceiverProcess, serve, start_sender
+from flowgrpo_rollout_sglang.wire import sender as sender_module
+from flowgrpo_rollout_sglang.wire.testing import PipeClient, ReceiverProcess, serve, start_process
 
 SHAPES = [(f"blocks.{i}.weight", (500, 401)) for i in range(8)]  # 401 kB each, so four buckets of 1 MiB
 
@@ -22,8 +22,27 @@ def weights(version):
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES}
 
 
+TRANSPORTS = ["shm", pytest.param("cuda_ipc", marks=pytest.mark.gpu)]
+DEVICE = {"shm": "cpu", "cuda_ipc": "cuda"}
+
+
+@pytest.fixture(autouse=True, params=TRANSPORTS)
+def transport(request):
+    """Every rule holds over shared memory and, where there is a GPU, over CUDA IPC."""
+    global current
+    current = request.param
+    return current
+
+
+current = "shm"
+
+
 def new_sender(**more):
-    return WeightSender(bucket_size_mb=1, **{"timeout_s": 20.0, **more})
+    return WeightSender(current, bucket_size_mb=1, **{"timeout_s": 20.0, **more})
+
+
+def engine_process():
+    return ReceiverProcess(SHAPES, device=DEVICE[current])
 
 
 def sync(sender, receiver, version, tensors=None):
@@ -40,14 +59,15 @@ def failure(call, *arguments):
 
 
 def local_receiver():
-    return WeightReceiver({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES}, "engine")
+    place = {"dtype": torch.bfloat16, "device": DEVICE[current]}
+    return WeightReceiver({name: torch.zeros(shape, **place) for name, shape in SHAPES}, "engine")
 
 
 def holds(receiver, version):
-    return all(torch.equal(receiver._targets[name], tensor) for name, tensor in weights(version).items())
+    return all(torch.equal(receiver._targets[name].cpu(), tensor) for name, tensor in weights(version).items())
 
 
-def send_and_stop_after(connection, tensors_before, version):
+def send_and_stop_after(connection, transport, tensors_before, version):
     """A sender's process that stands still in the middle of its tensors."""
 
     def standing_still():
@@ -58,13 +78,13 @@ def send_and_stop_after(connection, tensors_before, version):
             yield item
 
     control = connection.recv()
-    sender = new_sender()
+    sender = WeightSender(transport, bucket_size_mb=1)
     sender.send(standing_still(), sender.manifest(SHAPES, version=version), PipeClient(control, "engine"))
 
 
 def stuck_sender(receiver, tensors_before, version):
     """That process, with its control calls answered here, once it stands still."""
-    process, pipe = start_sender(send_and_stop_after, tensors_before, version)
+    process, pipe = start_process(send_and_stop_after, current, tensors_before, version)
     ours, theirs = torch.multiprocessing.Pipe()
     pipe.send(theirs)
     theirs.close()
@@ -75,7 +95,7 @@ def stuck_sender(receiver, tensors_before, version):
 
 
 def test_two_processes_agree_over_several_versions():
-    with ReceiverProcess(SHAPES) as engine:
+    with engine_process() as engine:
         sender = new_sender()
         for version in (1, 2, 3):
             report = sync(sender, engine, version)
@@ -115,7 +135,7 @@ def test_a_sender_killed_before_its_first_bucket_leaves_the_old_version_served()
 
 def test_a_receiver_killed_in_the_middle_is_an_error_and_a_new_one_gets_the_whole_state():
     sender = new_sender()
-    engine = ReceiverProcess(SHAPES)
+    engine = engine_process()
     sync(sender, engine, 1)
 
     def killing():
@@ -126,7 +146,7 @@ def test_a_receiver_killed_in_the_middle_is_an_error_and_a_new_one_gets_the_whol
 
     error = failure(sender.send, killing(), sender.manifest(SHAPES, version=2), engine)
     assert (error.engine, error.version, error.reason) == ("engine", 2, "peer_lost")
-    with ReceiverProcess(SHAPES) as restarted:
+    with engine_process() as restarted:
         sync(sender, restarted, 2)
         assert restarted.version == 2
         assert torch.equal(restarted.values("blocks.7.weight"), weights(2)["blocks.7.weight"].float().flatten())
@@ -134,16 +154,16 @@ def test_a_receiver_killed_in_the_middle_is_an_error_and_a_new_one_gets_the_whol
 
 def test_a_receiver_restarted_between_two_syncs_is_reached_again():
     sender = new_sender()
-    with ReceiverProcess(SHAPES) as engine:
+    with engine_process() as engine:
         sync(sender, engine, 1)
-    with ReceiverProcess(SHAPES) as restarted:
+    with engine_process() as restarted:
         sync(sender, restarted, 2)
         restarted.ensure_serving()
 
 
 def test_a_receiver_that_hangs_is_an_error_after_the_deadline():
     sender = new_sender(timeout_s=0.5)
-    with ReceiverProcess(SHAPES) as engine:
+    with engine_process() as engine:
         sync(sender, engine, 1)
 
         def freezing():
@@ -179,43 +199,41 @@ def test_a_sender_that_hangs_is_an_error_after_the_deadline():
     assert holds(receiver, 1)
 
 
-class FaultySlots(HostSenderSlots):
-    """Spoils bucket `at` after it was packed."""
+def spoilt(slots, fault, at):
+    """`slots` that spoil bucket `at` after it was packed."""
+    pack, packed = slots.pack, 0
 
-    def __init__(self, slots, slot_bytes, *, fault, at):
-        super().__init__(slots, slot_bytes)
-        self._fault, self._at, self._packed = fault, at, -1
-
-    def pack(self, slot, bucket, sources):
-        self._packed += 1
-        if self._packed != self._at:
-            return super().pack(slot, bucket, sources)
-        if self._fault == "stale":
-            before = self._slots[slot].clone()
-        super().pack(slot, bucket, sources)
-        if self._fault == "flipped bit":
-            self._slots[slot][bucket.pieces[0].offset + 77] ^= 16
-        elif self._fault == "stale":
-            self._slots[slot].copy_(before)
-        elif self._fault == "swapped tensors":
-            first, second = bucket.pieces[:2]
+    def pack_and_spoil(slot, bucket, sources):
+        nonlocal packed
+        view, before = slots.views[slot], slots.views[slot].clone()
+        first, second = (*bucket.pieces, bucket.pieces[0])[:2]
+        pack(slot, bucket, sources)
+        if packed == at and fault == "flipped bit":
+            view[first.offset + 77] ^= 16
+        elif packed == at and fault == "stale":
+            view.copy_(before)
+        elif packed == at and fault == "swapped tensors":
             count = min(first.nbytes, second.nbytes)
-            a, b = (self._slots[slot][p.offset : p.offset + count].clone() for p in (first, second))
-            self._slots[slot][first.offset : first.offset + count] = b
-            self._slots[slot][second.offset : second.offset + count] = a
+            a, b = (view[p.offset : p.offset + count].clone() for p in (first, second))
+            view[first.offset : first.offset + count] = b
+            view[second.offset : second.offset + count] = a
+        if view.is_cuda:
+            slots.filled[slot].record()  # the receiver must see the spoilt bucket
+        packed += 1
+
+    slots.pack = pack_and_spoil
+    return slots
 
 
 @pytest.mark.parametrize("fault", ["flipped bit", "stale", "swapped tensors"])
 @pytest.mark.parametrize("at", [0, 2])  # bucket 2 starts within blocks.5
 def test_a_bucket_that_was_spoilt_on_the_way_is_never_committed(fault, at, monkeypatch):
-    with ReceiverProcess(SHAPES) as engine:
+    with engine_process() as engine:
         sync(new_sender(), engine, 1)
         sender = new_sender()
         with monkeypatch.context() as patch:
-            patch.setattr(
-                "flowgrpo_rollout_sglang.wire.sender.HostSenderSlots",
-                lambda slots, slot_bytes: FaultySlots(slots, slot_bytes, fault=fault, at=at),
-            )
+            new_slots = sender_module._new_slots
+            patch.setattr(sender_module, "_new_slots", lambda *a: spoilt(new_slots(*a), fault, at))
             error = failure(sync, sender, engine, 2)
         assert (error.engine, error.version, error.reason) == ("engine", 2, "fingerprint")
         assert error.tensors[0] == ("blocks.0.weight" if at == 0 else "blocks.5.weight")
@@ -227,7 +245,7 @@ def test_a_bucket_that_was_spoilt_on_the_way_is_never_committed(fault, at, monke
 
 
 def test_of_two_syncs_at_once_the_second_is_refused_and_the_first_goes_on():
-    with ReceiverProcess(SHAPES) as engine:
+    with engine_process() as engine:
         first, second = new_sender(), new_sender()
 
         def with_a_rival_in_the_middle():
@@ -244,7 +262,7 @@ def test_of_two_syncs_at_once_the_second_is_refused_and_the_first_goes_on():
 
 
 def test_a_driver_that_died_after_verify_does_not_block_the_next_sync():
-    with ReceiverProcess(SHAPES) as engine:
+    with engine_process() as engine:
         sender = new_sender()
         sender.send(weights(1).items(), sender.manifest(SHAPES, version=1), engine)
         sender.close()  # as the end of its process would

@@ -101,7 +101,7 @@ class HostSenderSlots:
 
     def __init__(self, slots: int, slot_bytes: int):
         self._fd = shared_memory(slots * slot_bytes)
-        self._slots = map_slots(os.dup(self._fd), slots, slot_bytes)
+        self.views = map_slots(os.dup(self._fd), slots, slot_bytes)
         self._entries: Sequence[TensorEntry] = ()
         self._sums = torch.zeros(0, dtype=torch.int64)
         self._seconds = 0.0
@@ -112,7 +112,7 @@ class HostSenderSlots:
 
     def pack(self, slot: int, bucket: Bucket, sources: Sequence[Tensor]) -> None:
         started = time.perf_counter()
-        pack(self._slots[slot], bucket, sources, self._entries, self._sums)
+        pack(self.views[slot], bucket, sources, self._entries, self._sums)
         self._seconds += time.perf_counter() - started
 
     def fingerprints(self) -> list[int]:
@@ -134,14 +134,14 @@ class HostSenderSlots:
         """Gives the memory back once the last tensor over it is gone."""
         if self._fd >= 0:
             os.close(self._fd)
-        self._fd, self._slots = -1, []
+        self._fd, self.views = -1, []
 
 
 class HostReceiverSlots:
     """The receiver's view of a sender's slots in shared memory."""
 
     def __init__(self, link: Link, channel: Channel):
-        self._slots = receive_slots(link, channel)
+        self.views = receive_slots(link, channel)
         self._entries: Sequence[TensorEntry] = ()
         self._targets: Sequence[Tensor] = ()
         self._sums = torch.zeros(0, dtype=torch.int64)
@@ -154,7 +154,7 @@ class HostReceiverSlots:
 
     def scatter(self, slot: int, bucket: Bucket) -> None:
         started = time.perf_counter()
-        scatter(self._slots[slot], bucket, self._targets, self._entries, self._sums)
+        scatter(self.views[slot], bucket, self._targets, self._entries, self._sums)
         self._seconds += time.perf_counter() - started
 
     def fingerprints(self) -> list[int]:
@@ -166,7 +166,7 @@ class HostReceiverSlots:
         return self._seconds
 
     def close(self) -> None:
-        self._slots, self._targets = [], ()
+        self.views, self._targets = [], ()
 
 
 def unsigned(sums: Tensor) -> list[int]:

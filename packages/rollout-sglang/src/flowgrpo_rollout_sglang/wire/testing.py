@@ -5,6 +5,7 @@ Processes come from a fork server that has torch loaded, so one starts in a few 
 
 import json
 import multiprocessing
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -76,6 +77,7 @@ class ReceiverProcess(PipeClient):
         shapes: (wire name, shape) of its parameters.
         dtype: of the parameters, by torch's name.
         device: where they live.
+        environment: variables set in the process before it begins.
     """
 
     def __init__(
@@ -86,11 +88,14 @@ class ReceiverProcess(PipeClient):
         dtype: str = "bfloat16",
         device: str = "cpu",
         version: int = 0,
+        environment: Mapping[str, str] | None = None,
     ):
         ours, theirs = _PROCESSES.Pipe()
         named = [(key, list(shape)) for key, shape in shapes]
         self.process = _PROCESSES.Process(
-            target=_receiver_main, args=(theirs, named, name, dtype, device, version), daemon=True
+            target=_receiver_main,
+            args=(theirs, named, name, dtype, device, version, dict(environment or {})),
+            daemon=True,
         )
         self.process.start()
         theirs.close()
@@ -120,15 +125,22 @@ class ReceiverProcess(PipeClient):
 
 
 def _receiver_main(
-    connection: Connection, shapes: list[tuple[str, list[int]]], name: str, dtype: str, device: str, version: int
+    connection: Connection,
+    shapes: list[tuple[str, list[int]]],
+    name: str,
+    dtype: str,
+    device: str,
+    version: int,
+    environment: dict[str, str],
 ) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     targets = {key: torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for key, shape in shapes}
     receiver = WeightReceiver(targets, name, version=version)
     serve(receiver, connection, {"values": lambda key: targets[key].float().flatten().tolist()})
 
 
-def start_sender(main: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+def start_process(main: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
     """Runs `main(connection, *arguments)` in a process; returns the process and the other end of its pipe."""
     ours, theirs = _PROCESSES.Pipe()
     process = _PROCESSES.Process(target=main, args=(theirs, *arguments), daemon=True)
