@@ -1,8 +1,8 @@
 """CLIP's picture preprocessing on the scorer's own device, in one batch per picture size.
 
 The official processors resize one picture after the other on the CPU, with Pillow's bicubic filter. This does the
-same with torch's antialiased bicubic filter and the same rounding to 8 bits. Measured against Pillow over
-natural and random pictures: at most 1 of 255 levels apart (the test states the share).
+same with torch's antialiased bicubic filter and the same rounding to 8 bits. Against Pillow, a picture that shrinks
+is at most 1 of 255 levels apart, one that grows 2, and under 2 % of all values differ (tests/test_clip_scorers.py).
 
 Shapes: B pictures, C = 3 channels, H x W pixels, S = side of the model's input.
 """
