@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from flowgrpo_trainer.cli import RecipeError, parse
+from flowgrpo_trainer.errors import in_words
 from flowgrpo_trainer.preflight import ConfigError, validate_generative_config
 from flowgrpo_trainer.settings import Settings
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = _say_error("stopped", INTERRUPTED)
     except Exception as error:
-        code = _say_error(_in_words(error), 1)
+        code = _say_error(in_words(error), 1)
     sys.exit(code)
 
 
@@ -78,13 +79,6 @@ def _with_folders(settings: Settings, recipe: str) -> Settings:
         run=replace(settings.run, run_dir=run_dir.absolute()),
         rollout=replace(settings.rollout, artifact_root=artifacts.absolute()),
     )
-
-
-def _in_words(error: Exception) -> str:
-    """What a person should read: a worker's own error without Ray's remote traceback around it."""
-    cause = getattr(error, "cause", None)
-    shown = cause if isinstance(cause, Exception) else error
-    return f"{type(shown).__name__}: {shown}"
 
 
 def _say_error(text: str, code: int) -> int:

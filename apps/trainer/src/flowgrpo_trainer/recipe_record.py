@@ -38,8 +38,9 @@ def write_recipe_record(settings: Settings, recipe: str, prompt_fingerprint: str
     return path
 
 
-def _patch_version() -> str | None:
-    """Version of the SGLang patch that this installation carries."""
-    from flowgrpo_rollout_sglang.patch import patch_version
+def _patch_version() -> str:
+    """SGLang's version and the digest of the patch that this installation carries."""
+    from flowgrpo_rollout_sglang.patch.insertions import load
 
-    return patch_version()
+    manifest, _ = load()
+    return f"{manifest.sglang_version}-{manifest.digest}"

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from flowgrpo_trainer import fleet as fleets
 from flowgrpo_trainer.cli import settings_as_json
+from flowgrpo_trainer.errors import in_words
 from flowgrpo_trainer.evaluate import Evaluator
 from flowgrpo_trainer.hooks import load_hook
 from flowgrpo_trainer.loop import Run, train
@@ -66,7 +67,7 @@ def train_session(settings: Settings, recipe: str, warnings: Sequence[str]) -> i
         folder.mark_ended("interrupted", "stopped by Ctrl-C")
         raise
     except BaseException as error:
-        folder.mark_ended("failed", f"{type(error).__name__}: {error}")
+        folder.mark_ended("failed", in_words(error))
         raise
     finally:
         tracker.close()

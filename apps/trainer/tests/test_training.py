@@ -1,0 +1,144 @@
+"""Whole runs of the quickstart, made short: real Ray, real models, real files. Only their length is small."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from flowgrpo_rewards.protocol import GroupRewardError
+from flowgrpo_trainer.cli import parse
+from flowgrpo_trainer.hooks import HookError
+from flowgrpo_trainer.run_folder import RunFolder
+from flowgrpo_trainer.session import train_session
+from flowgrpo_trainer.settings import Settings
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+SHORT = [
+    *("--recipe", "quickstart", "--quiet", "--num-rollouts", "2", "--rollout-batch-size", "2"),
+    *("--n-samples-per-prompt", "4", "--eval-interval", "0", "--n-samples-per-eval-prompt", "1"),
+]
+NOT_COMPARED = ("perf/", "reward/score_")
+"""Times and memory: the only series that may differ between two equal runs."""
+
+
+def short_run(folder: Path, *words: str) -> RunFolder:
+    settings, recipe = parse(
+        [*SHORT, "--run-dir", str(folder), "--artifact-root", str(folder / "artifacts"), *words], {}
+    )
+    assert isinstance(settings, Settings)
+    assert train_session(settings, recipe, []) == 0
+    return RunFolder(folder)
+
+
+def curves(run: RunFolder) -> list[dict[str, float]]:
+    return [
+        {name: value for name, value in record.metrics.items() if not name.startswith(NOT_COMPARED)}
+        for record in run.read_metrics()
+    ]
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory, ray_cluster):
+    return short_run(tmp_path_factory.mktemp("first"))
+
+
+def test_a_run_leaves_its_metrics_evaluations_report_and_record(first_run):
+    assert [record.step for record in first_run.read_metrics()] == [0, 1]
+    assert [evaluation.step for evaluation in first_run.read_evals()] == [0, 2]
+    assert first_run.read_ended()["state"] == "finished"
+    assert first_run.report_path.read_text().startswith("<!doctype html>")
+    assert list(first_run.events_dir.glob("events.out.tfevents.*"))
+    (record,) = (first_run.path / "artifacts" / "recipes").glob("quickstart-*.json")
+    written = json.loads(record.read_text())
+    expected = {"prompt_set", "eval_set", "loader_order", "sampling_config", "advantage_std_mode", "lora_sync_mode"}
+    assert expected | {"git_revision", "sglang_patch"} <= written.keys()
+
+
+def test_every_metric_of_the_specification_is_logged(first_run):
+    """Requirements section 12."""
+    logged = set(first_run.read_metrics()[-1].metrics)
+    expected = {f"train/ratio_{part}" for part in ("mean", "std", "min", "max")}
+    expected |= {
+        f"train/{name}" for name in ("loss", "clip_fraction", "approx_kl", "grad_norm", "lr", "policy_version")
+    }
+    expected |= {f"train/{name}" for name in ("optimizer_steps", "optimizer_skips", "num_microbatches")}
+    expected |= {f"train/weight_sync_{name}" for name in ("tensors", "gb", "failures")}
+    expected |= {
+        f"reward/{c}_{part}" for c in ("color", "shape", "background") for part in ("mean", "std", "min", "max")
+    }
+    expected |= {"reward/advantage_mean", "reward/advantage_std", "reward/num_groups", "reward/group_std_mean"}
+    expected |= {"reward/degenerate", "reward/score_time", "reward/score_samples_per_s"}
+    expected |= {f"perf/mem_{part}_gb" for part in ("allocated", "reserved", "peak")}
+    expected |= {"perf/train_transitions_per_s", "perf/train_samples_per_s", "perf/reward_time"}
+    assert expected - logged == set()
+
+
+def test_the_policy_version_counts_up_and_the_weights_move(first_run):
+    versions = [record.metrics["train/policy_version"] for record in first_run.read_metrics()]
+    assert versions == [1.0, 2.0]
+    before, after = first_run.read_evals()
+    pictures = [[(first_run.path / s.image).read_bytes() for s in e.sets["shapes"]] for e in (before, after)]
+    assert pictures[0] != pictures[1]
+
+
+def test_the_first_updates_ratio_is_one_and_a_later_ones_is_not(tmp_path):
+    """T6. With one update the ratio is exactly 1 everywhere; with two the second update leaves 1."""
+    one = curves(short_run(tmp_path / "one", "--num-updates-per-batch", "1", "--num-rollouts", "1"))
+    assert (one[0]["train/ratio_min"], one[0]["train/ratio_max"], one[0]["train/ratio_std"]) == (1.0, 1.0, 0.0)
+    two = curves(short_run(tmp_path / "two", "--num-updates-per-batch", "2", "--num-rollouts", "1"))
+    assert two[0]["train/ratio_min"] < 1.0 < two[0]["train/ratio_max"]
+
+
+def test_the_same_seed_gives_the_same_run_bit_for_bit(first_run, tmp_path):
+    second = short_run(tmp_path / "second")
+    assert curves(second) == curves(first_run)
+    for a, b in zip(first_run.read_evals(), second.read_evals(), strict=True):
+        for left, right in zip(a.sets["shapes"], b.sets["shapes"], strict=True):
+            assert (first_run.path / left.image).read_bytes() == (second.path / right.image).read_bytes()
+
+
+def test_another_generation_seed_gives_another_run(first_run, tmp_path):
+    other = short_run(tmp_path / "other", "--generation-seed", "99", "--num-rollouts", "1")
+    assert curves(other)[0] != curves(first_run)[0]
+
+
+def test_two_ranks_with_an_engine_each_train_and_publish_full_weights(tmp_path):
+    words = ["--resource", '{"actor": [1, 2], "rollout": [1, 2]}', "--fsdp-trainable-mode", "full", "--lora-rank", "0"]
+    run = short_run(tmp_path / "full", *words, "--no-lora-adapter-mode", "--lr", "1e-5", "--num-rollouts", "1")
+    (metrics,) = curves(run)
+    assert metrics["train/optimizer_steps"] == 2
+    assert metrics["train/policy_version"] == 1.0
+    assert metrics["train/weight_sync_tensors"] > 50
+    assert math.isfinite(metrics["train/grad_norm"])
+
+
+def test_merge_mode_sends_the_whole_transformer(tmp_path):
+    run = short_run(tmp_path / "merge", "--no-lora-adapter-mode", "--lora-merge-mode", "--num-rollouts", "1")
+    adapter_only = 2 * 8 * 3  # A and B of eight projections in three blocks
+    assert curves(run)[0]["train/weight_sync_tensors"] > adapter_only
+
+
+def test_a_nan_reward_ends_the_run_by_name_and_loses_nothing(tmp_path, monkeypatch):
+    scorer = tmp_path / "nan_scorer.py"
+    scorer.write_text(
+        "import math\nfrom flowgrpo_rewards import Value\n\nclass NanScorer:\n"
+        "    required_tracks = ('image',)\n    components = ('shape',)\n\n    def score(self, samples):\n"
+        "        return [{'shape': Value(math.nan if s.slot == 1 else 0.5)} for s in samples]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["--reward-scorer-path", "nan_scorer.NanScorer", "--reward-required-components", '["shape"]']
+    words += ["--reward-component-weights", '{"shape": 1.0}']
+    with pytest.raises(GroupRewardError) as error:
+        short_run(tmp_path / "nan", *words)
+    assert {failure.component for failure in error.value.failures} == {"shape"}
+    assert RunFolder(tmp_path / "nan").read_ended()["state"] == "failed"
+
+
+def test_a_hook_with_a_wrong_signature_is_refused_before_the_run_starts(tmp_path):
+    with pytest.raises(HookError) as error:
+        short_run(
+            tmp_path / "hook", "--rollout-function-path", "flowgrpo_trainer.rollout.convert_samples_to_train_data"
+        )
+    assert error.value.flag == "--rollout-function-path"
+    assert not (tmp_path / "hook").exists()
