@@ -124,13 +124,16 @@ def count_launches(call: Callable[..., Any], arguments: tuple) -> int:
 
 
 def copy_floor(bytes_moved: int, device: str, timer: Timer, effort: Effort) -> Timing:
-    """A plain copy that reads and writes `bytes_moved` bytes together, timed the same way."""
-    size = max(1, bytes_moved // 2)
+    """Reading and writing `bytes_moved` bytes together, once each, timed the same way.
+
+    Negation stands for the copy: it streams as a kernel does, where a copy captured in a graph may go to the copy
+    engine (2.7 instead of 4.2 TB/s for 4 GiB on an H200).
+    """
     sets = rotation(bytes_moved, device)
-    # From random bytes: a copy of zeros may be faster than a copy of data.
-    source = torch.randint(0, 255, (sets, size), dtype=torch.uint8, device=device)
+    source = torch.randn(sets, max(1, bytes_moved // 8), device=device)  # zeros may move faster than data
     target = torch.empty_like(source)
-    return measure(lambda to, come_from: to.copy_(come_from), list(zip(target, source, strict=True)), timer, effort)
+    pairs = list(zip(source, target, strict=True))
+    return measure(lambda read, write: torch.neg(read, out=write), pairs, timer, effort)
 
 
 def rotation(bytes_moved: int, device: str) -> int:

@@ -17,7 +17,7 @@ class Row:
     size: str
     timer: str
     variant: str
-    """`ours`, a rival's name, or `copy`: a plain copy of as many bytes, the floor."""
+    """`ours`, a rival's name, or `copy`: as many bytes read and written once, the floor."""
     seconds: float
     """Median time of a call."""
     spread: float

@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 # Computed apart from this code, in float64, to five digits: x = .8, v = -.3, noise .5, eta .7.
-# sigma and its next (whole numbers: positions in the 384 x 384 schedule of 12 steps), kind, sigma_max, s, mean, std, x_next, log-prob.
+# sigma and its next (whole numbers: positions in the 384 x 384 schedule of 12 steps), kind, sigma_max, s, mean, std,
+# x_next, log-prob.
 GOLDEN = [
     (0, 1, "sde", 0.99, 7.00000, -0.32167, 1.68753, 0.52209, -1.56721),
     (0, 1, "sde", "sigmas[1]", 2.90365, 0.62144, 0.70000, 0.97144, -0.68726),

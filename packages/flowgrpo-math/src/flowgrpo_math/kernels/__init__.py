@@ -9,7 +9,7 @@ try:
     import triton as _triton  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "flowgrpo_math.kernels needs Triton, which this environment lacks: install a CUDA build of torch, "
+        f"flowgrpo_math.kernels needs Triton, which does not import here ({error}): install a CUDA build of torch, "
         'or stay with the torch functions of flowgrpo_math.transition (backend="torch")'
     ) from error
 

@@ -37,7 +37,9 @@ def transition_logp(x: Tensor, velocity: Tensor, x_next: Tensor, t: Transition) 
     _rows.check_device_and_dtype(x=x, velocity=velocity, x_next=x_next)
     check_density(t.std_B)
     coefficients = _rows.row_coefficients(tuple(t), x.shape[0], x.device)
-    return _forward_op(x, velocity, x_next, *coefficients)
+    if torch.compiler.is_compiling():
+        return _forward_op(x, velocity, x_next, *coefficients)
+    return _autograd(x, velocity, x_next, *coefficients)  # where the operator would lead, one dispatch earlier
 
 
 @triton.jit
