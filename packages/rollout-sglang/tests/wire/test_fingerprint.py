@@ -40,8 +40,8 @@ def test_the_fingerprint_is_the_sum_of_its_definition(numel, dtype):
 
 @DTYPES
 def test_the_fingerprint_of_several_chunks_is_that_of_the_definition(dtype, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", 64)
-    monkeypatch.setattr(module, "_CACHED_CHUNKS", 0)
+    monkeypatch.setattr(module, "_CHUNK", {"cpu": 64})
+    monkeypatch.setattr(module, "_KEPT_WORDS", 128)
     assert fingerprint(noise(1001, dtype)) == by_definition(noise(1001, dtype))
 
 

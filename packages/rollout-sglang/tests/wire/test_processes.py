@@ -218,7 +218,7 @@ def spoilt(slots, fault, at):
             view[first.offset : first.offset + count] = b
             view[second.offset : second.offset + count] = a
         if view.is_cuda:
-            slots.filled[slot].record()  # the receiver must see the spoilt bucket
+            torch.cuda.synchronize()  # as pack does: the receiver must see the spoilt bucket
         packed += 1
 
     slots.pack = pack_and_spoil

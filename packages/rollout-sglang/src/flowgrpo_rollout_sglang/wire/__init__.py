@@ -12,6 +12,7 @@ _HOME = {
     "Channel": "link",
     "FullWeightManifest": "manifest",
     "ManifestError": "manifest",
+    "Shard": "shards",
     "SyncReport": "report",
     "TensorEntry": "manifest",
     "VerifyReport": "report",
@@ -19,7 +20,10 @@ _HOME = {
     "WeightReceiverClient": "sender",
     "WeightSender": "sender",
     "WeightSyncError": "errors",
+    "even_shard": "shards",
     "lora_merged": "lora",
+    "sharded": "shards",
+    "sharded_shapes": "shards",
     "strip_transport_wrappers": "manifest",
 }
 __all__ = sorted(_HOME)

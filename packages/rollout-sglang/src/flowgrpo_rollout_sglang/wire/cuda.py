@@ -1,12 +1,7 @@
-"""Slots in device memory that both processes see. Bytes never leave the GPU, and neither process waits for it:
+"""Slots in device memory that both processes see: bytes never leave the GPU. The memory is opened once for a link.
 
-    sender                                         receiver
-    wait for drained[slot] on its stream           wait for filled[slot] on its stream
-    gather tensors into the slot                   scatter the slot into parameters
-    record filled[slot], then send FILL            record drained[slot], then send DRAN
-
-The order of the messages makes the order of the events: a process waits for an event only after the message that says
-it was recorded. Memory and events are opened once for a link.
+A message says that a copy has ended, not that it was put on a stream: no stream ever waits for another process, so one
+that is killed cannot leave the other one's GPU work hanging. Two slots keep the GPU busy meanwhile.
 """
 
 from collections.abc import Sequence
@@ -141,25 +136,17 @@ class CudaSenderSlots:
         self._pointer = cuda_memory.allocate(slots * slot_bytes, self.device)
         memory = cuda_memory.as_tensor(self._pointer, slots * slot_bytes, self.device)
         self.views = list(memory.split(slot_bytes))
-        with torch.cuda.device(self.device):
-            self.filled, self.drained = ([torch.cuda.Event(interprocess=True) for _ in range(slots)] for _ in range(2))
-            events = [event.ipc_handle().hex() for event in (*self.filled, *self.drained)]
-        self._handles = (cuda_memory.export(self._pointer, self.device).hex(), *events)
-        _own_slots[self._handles[0]] = self
-        self._in_use = [False] * slots
+        self._handle = cuda_memory.export(self._pointer, self.device).hex()
+        _own_slots[self._handle] = self
 
     def begin(self, entries: Sequence[TensorEntry], buckets: Sequence[Bucket]) -> None:
         self._copies.begin(entries, sum(len(bucket.pieces) for bucket in buckets))
-        self._in_use = [False] * len(self.views)
 
     def pack(self, slot: int, bucket: Bucket, sources: Sequence[Tensor]) -> None:
-        """The caller has had the word that the slot's last bucket is drained."""
+        """Returns when the slot holds the bucket."""
         stream = torch.cuda.current_stream(self.device)
-        if self._in_use[slot]:
-            stream.wait_event(self.drained[slot])
         self._copies.gather(self.views[slot], bucket, sources, stream)
-        self.filled[slot].record(stream)
-        self._in_use[slot] = True
+        stream.synchronize()
 
     def fingerprints(self) -> list[int]:
         return self._copies.fingerprints()
@@ -168,14 +155,14 @@ class CudaSenderSlots:
         return self._copies.watch.seconds()
 
     def describe(self) -> dict[str, Any]:
-        return {"device_uuid": cuda_memory.device_uuid(self.device), "handles": self._handles}
+        return {"device_uuid": cuda_memory.device_uuid(self.device), "memory_handle": self._handle}
 
     def fds(self) -> list[int]:
         return []
 
     def close(self) -> None:
         """Frees the memory; the receiver must have closed its view, or its process must have ended."""
-        if _own_slots.pop(self._handles[0], None) is not None:
+        if _own_slots.pop(self._handle, None) is not None:
             torch.cuda.synchronize(self.device)
             self.views = []
             cuda_memory.free(self._pointer, self.device)
@@ -192,23 +179,14 @@ class CudaReceiverSlots:
         self.device = device
         self._copies = _Copies(device)
         self._targets: Sequence[Tensor] = ()
-        with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)
-            self._open(channel)
-
-    def _open(self, channel: Channel) -> None:
-        memory, *events = channel.handles
-        self._pointer: int | None = None
-        if own := _own_slots.get(memory):
-            self._views, self._filled, self._drained = own.views, own.filled, own.drained
-            return
-        if len(events) != 2 * channel.slots:
-            raise ValueError(f"{len(events)} event handles for {channel.slots} slots; two for each are needed")
-        opened = [torch.cuda.Event.from_ipc_handle(self.device, bytes.fromhex(event)) for event in events]
-        self._filled, self._drained = opened[: channel.slots], opened[channel.slots :]
-        self._pointer = cuda_memory.open_exported(bytes.fromhex(memory), self.device)
-        whole = cuda_memory.as_tensor(self._pointer, channel.slots * channel.slot_bytes, self.device)
-        self._views = list(whole.split(channel.slot_bytes))
+        self._stream = torch.cuda.Stream(device)
+        self._opened: int | None = None
+        if own := _own_slots.get(channel.memory_handle):
+            self._views = own.views
+        else:
+            self._opened = cuda_memory.open_exported(bytes.fromhex(channel.memory_handle), device)
+            whole = cuda_memory.as_tensor(self._opened, channel.slots * channel.slot_bytes, device)
+            self._views = list(whole.split(channel.slot_bytes))
 
     def begin(self, entries: Sequence[TensorEntry], targets: Sequence[Tensor], buckets: Sequence[Bucket]) -> None:
         strange = [e.name for e, t in zip(entries, targets, strict=True) if t.device != self.device]
@@ -220,10 +198,10 @@ class CudaReceiverSlots:
             self._copies.begin(entries, sum(len(bucket.pieces) for bucket in buckets))
 
     def scatter(self, slot: int, bucket: Bucket) -> None:
+        """Returns when the parameters hold the bucket."""
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._filled[slot])
             self._copies.scatter(self._views[slot], bucket, self._targets, self._stream)
-            self._drained[slot].record(self._stream)
+            self._stream.synchronize()
 
     def fingerprints(self) -> list[int]:
         with torch.cuda.stream(self._stream):
@@ -234,7 +212,7 @@ class CudaReceiverSlots:
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
-        self._views, self._targets, self._filled, self._drained = [], (), [], []
-        if self._pointer is not None:
-            cuda_memory.close_exported(self._pointer, self.device)
-            self._pointer = None
+        self._views, self._targets = [], ()
+        if self._opened is not None:
+            cuda_memory.close_exported(self._opened, self.device)
+            self._opened = None

@@ -1,6 +1,6 @@
 """Device memory that two processes share: plain cudaMalloc, so its handle is valid whatever torch's allocator does.
 
-Calls the CUDA runtime that torch has loaded; events come from torch itself.
+Calls the CUDA runtime that torch has loaded.
 """
 
 import ctypes

@@ -22,8 +22,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_CHUNK = 2**18  # words; bounds the int64 temporaries to a few MB
-_CACHED_CHUNKS = 8
+_CHUNK = {"cpu": 2**15, "cuda": 2**22}
+"""Words worked on at a time: int64 temporaries should stay in a CPU's cache, launches on a GPU should be few."""
+_KEPT_WORDS = 2**21
+"""Words from a tensor's start whose keys are kept, 8 bytes each."""
 _LOW32 = 0xFFFFFFFF
 
 
@@ -36,16 +38,16 @@ def _fmix32(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _keys(chunk: int, device: torch.device) -> Tensor:
-    """Keys of the words of one chunk, [_CHUNK] int64."""
-    first = chunk * _CHUNK
-    return _fmix32(torch.arange(first + 1, first + 1 + _CHUNK, dtype=torch.int64, device=device))
+def _keys(chunk: int, size: int, device: torch.device) -> Tensor:
+    """Keys of the words of one chunk, [size] int64."""
+    first = chunk * size
+    return _fmix32(torch.arange(first + 1, first + 1 + size, dtype=torch.int64, device=device))
 
 
 @cache
-def _first_keys(chunk: int, device: torch.device) -> Tensor:
+def _kept_keys(chunk: int, size: int, device: torch.device) -> Tensor:
     """As `_keys`, kept: every tensor starts with these."""
-    keys = _keys(chunk, device)
+    keys = _keys(chunk, size, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # another stream may be the next to read them
     return keys
@@ -71,13 +73,15 @@ def piece_fingerprint(flat: Tensor, start: int = 0) -> Tensor:
         start: first byte of the piece within the tensor's wire bytes; a multiple of 4.
     """
     words = _words(flat)
+    size = _CHUNK[flat.device.type]
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     first, at = start // 4, 0
     while at < words.numel():
-        chunk, inside = divmod(first + at, _CHUNK)
-        count = min(_CHUNK - inside, words.numel() - at)
-        keys = (_first_keys if chunk < _CACHED_CHUNKS else _keys)(chunk, flat.device)[inside : inside + count]
-        total += ((words[at : at + count].to(torch.int64) & _LOW32) * keys).sum()
+        chunk, inside = divmod(first + at, size)
+        count = min(size - inside, words.numel() - at)
+        keys = (_kept_keys if chunk * size < _KEPT_WORDS else _keys)(chunk, size, flat.device)
+        part = words[at : at + count].to(torch.int64)
+        total += part.bitwise_and_(_LOW32).mul_(keys[inside : inside + count]).sum()
         at += count
     return total
 

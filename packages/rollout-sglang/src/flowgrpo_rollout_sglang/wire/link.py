@@ -2,7 +2,7 @@
 
 The sender listens on a Unix socket and describes it in a `Channel`, a small JSON text that travels with `begin`. The
 receiver connects and gets the slots: for `shm` the descriptor of an anonymous shared memory, which has no name, so
-nothing is left behind however the processes end; for `cuda_ipc` the handles in the channel. From then on the socket
+nothing is left behind however the processes end; for `cuda_ipc` a handle in the channel. From then on the socket
 carries one short message per bucket. It also is the watch on the other process: when that one dies, the kernel closes
 the socket and the next read ends at once; when it hangs, the read ends after `timeout_s`.
 
@@ -59,8 +59,8 @@ class Channel:
     timeout_s: float
     device_uuid: str = ""
     """`cuda_ipc`: the GPU that holds the slots; the index may differ between processes, the UUID does not."""
-    handles: tuple[str, ...] = ()
-    """`cuda_ipc`: hex of the memory handle, then of the filled and drained event of each slot."""
+    memory_handle: str = ""
+    """`cuda_ipc`: hex of the CUDA IPC handle of the slots."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -69,9 +69,8 @@ class Channel:
     def from_json(cls, text: str) -> Self:
         """Raises ValueError if the text is no channel."""
         try:
-            fields = json.loads(text)
-            return cls(**{**fields, "handles": tuple(fields["handles"])})
-        except (TypeError, KeyError) as error:
+            return cls(**json.loads(text))
+        except TypeError as error:
             raise ValueError(f"not a weight channel ({error}): {text[:200]!r}") from error
 
 

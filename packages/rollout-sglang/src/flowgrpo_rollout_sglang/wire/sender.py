@@ -212,7 +212,7 @@ class _Sync:
         self.begun = True
         link = bridge.link()
         self._send_buckets(bridge, link, buckets, tensors)
-        fingerprints = bridge.slots.fingerprints()
+        fingerprints = self._timed("transport", bridge.slots.fingerprints)
         self._seconds["pack"] = bridge.slots.seconds()
         link.send(b"SEAL", len(buckets), struct.pack(f"<{len(fingerprints)}Q", *fingerprints))
         verified = self._timed("verify", receiver.verify)
