@@ -1,0 +1,76 @@
+"""Engine log-probs against replay. Run as a script it starts a bf16 server, measures, prints JSON, and waits.
+
+    python parity.py MODEL_FOLDER LOG_FOLDER
+
+Shapes: as in `request`.
+"""
+
+import json
+import sys
+import time
+
+import torch
+from flowgrpo_math.sigmas import qwen_image_sigmas
+from flowgrpo_math.transition import transition, transition_logp
+from flowgrpo_rollout_sglang.config import EngineConfig, SamplingConfig
+from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
+from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
+
+VAE_SCALE_FACTOR = 8
+
+
+@torch.no_grad()
+def replay_differences(transformer: torch.nn.Module, trajectory: GroupTrajectory) -> list[float]:
+    """Largest |replayed - engine's log-prob| of each SDE step, replayed from the stored states."""
+    request, sampling = trajectory.request, trajectory.request.sampling
+    N, states = len(request.sample_ids), request.state_indices
+    embeds = trajectory.prompt_embeds_LE[None].expand(N, -1, -1)
+    differences = []
+    for s, k in enumerate(request.sde_indices):
+        x, x_next = (trajectory.latents_NUPC[:, states.index(k + d)] for d in (0, 1))
+        sigma, sigma_next = request.sigmas[k], request.sigmas[k + 1]
+        velocity = qwen_image_velocity(
+            transformer,
+            x,
+            torch.full((N,), sigma),
+            embeds,
+            None,
+            height=trajectory.height,
+            width=trajectory.width,
+            vae_scale_factor=VAE_SCALE_FACTOR,
+        )
+        step = transition(sampling.sde_type, sigma, sigma_next, eta=sampling.eta, sigma_max=sampling.sigma_max)
+        logp = transition_logp(x, velocity, x_next, step)
+        differences.append(float((logp - trajectory.log_probs_NS[:, s]).abs().max()))
+    return differences
+
+
+def main(model_folder: str, log_folder: str) -> None:
+    from flowgrpo_rollout_sglang.diffusers_engine import DiffusersEngine
+    from flowgrpo_rollout_sglang.engine import SGLangNativeGenerationEngine
+
+    config = EngineConfig(name="bf16", model_path=model_folder, dtype="bf16", log_folder=log_folder)
+    engine, oracle = SGLangNativeGenerationEngine(config), DiffusersEngine(config)
+    engine.start()
+    oracle.start()
+    sigmas = tuple(qwen_image_sigmas(8, 16).tolist())
+    found = {}
+    for sde_type, steps in (("sde", (1, 2, 3, 4, 5, 6, 7)), ("dance", tuple(range(8))), ("cps", tuple(range(7)))):
+        sampling = SamplingConfig(height=64, width=64, num_inference_steps=8, sde_type=sde_type, sde_indices=steps)
+        request = GroupRequest(
+            group_index=0,
+            prompt="a red cat on a mat",
+            sample_ids=("a", "b", "c", "d"),
+            sampling=sampling,
+            sigmas=sigmas,
+            sde_indices=steps,
+            noise_seed=5,
+        )
+        (trajectory,) = engine.generate([request])
+        found[sde_type] = replay_differences(oracle._loaded().transformer, trajectory)
+    print(json.dumps({"differences": found, "group": engine._loaded().pid}), flush=True)
+    time.sleep(600)  # until the test kills this process, as a crash of the driver would
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
