@@ -16,7 +16,7 @@ from flowgrpo_fsdp_actor.plan import MicroBatch, Transition, join_forwards
 from flowgrpo_fsdp_actor.replay import Replay
 from flowgrpo_fsdp_actor.update import Policy
 
-CPU_TOKENS = 2048
+CPU_TOKENS = 3072
 """Image and text tokens of one forward on the CPU; the README has the measurement."""
 MEMORY_SHARE = 0.85
 """Of the free device memory: the rest is for gradients, the allocator's gaps and the optimizer's first step."""

@@ -62,7 +62,7 @@ def run_updates(
     anchors = _freeze_anchors(policy, replay, updates, config, label)
     statistics, steps = ReplayStatistics(), StepCounts()
     for index, (forwards, anchor) in enumerate(zip(updates, anchors, strict=True)):
-        ratios = _backward(policy, replay, forwards, anchor, config, statistics)
+        ratios = accumulate_gradients(policy, replay, forwards, anchor, config, statistics)
         if index == 0 and anchor is not None:
             _check_first_ratio(ratios)
         _optimizer_step(policy, config, steps)
@@ -94,7 +94,7 @@ def _freeze_anchors(
     return anchors
 
 
-def _backward(
+def accumulate_gradients(
     policy: Policy,
     replay: Replay,
     forwards: Forwards,

@@ -1,0 +1,247 @@
+"""A checkpoint on disk: written so that a kill at any moment leaves nothing that a resume would trust.
+
+    <save>/<task>/iter_<n:07d>/
+        fsdp/*.safetensors           DCP shards: trainable weights and AdamW state (the adapter alone under LoRA)
+        rng_rank<r>.pt
+        trainer_state.json           rollout id, policy version, lr steps, and the size of every file above
+        weight_sync_manifest.json
+        adapter_contract.json        what a resume must match: mode, base-model hash, LoRA settings
+        COMMITTED                    last; the only thing that a resume trusts
+    <save>/<task>/latest_checkpointed_iteration.txt, and the same one level up
+
+Shards are safetensors rather than DCP's own format, whose index is a pickle: a checkpoint from a stranger cannot
+run code here. Every function that takes an actor is collective: all ranks call it.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from flowgrpo_rollout_sglang.files import write_atomic
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from flowgrpo_fsdp_actor.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from flowgrpo_fsdp_actor.actor import FsdpActor
+
+COMMITTED = "COMMITTED"
+LATEST = "latest_checkpointed_iteration.txt"
+JSON_FILES = ("trainer_state.json", "weight_sync_manifest.json", "adapter_contract.json")
+
+
+@dataclass(frozen=True)
+class CheckpointTree:
+    """Where the checkpoints of one task lie."""
+
+    save: Path
+    task: str
+
+    @property
+    def folder(self) -> Path:
+        return self.save / self.task
+
+    def iteration(self, n: int) -> Path:
+        return self.folder / f"iter_{n:07d}"
+
+    def committed(self) -> list[int]:
+        """Iterations that a resume may trust, oldest first."""
+        numbers = (path.parent.name.removeprefix("iter_") for path in self.folder.glob(f"iter_*/{COMMITTED}"))
+        return sorted(int(number) for number in numbers if number.isdigit())
+
+    def newest(self) -> int:
+        """The iteration to resume from. Raises CheckpointError where there is none, or a newer one was lost."""
+        if not self.folder.is_dir():
+            raise CheckpointError(str(self.folder), "there is no such folder", "name the folder that --save had")
+        committed = self.committed()
+        if not committed:
+            raise CheckpointError(
+                str(self.folder), "holds no committed checkpoint", "leave --load out to start at rollout 0"
+            )
+        latest = self.folder / LATEST
+        said = latest.read_text().strip() if latest.is_file() else ""
+        if said.isdigit() and int(said) > committed[-1]:
+            raise CheckpointError(
+                str(self.iteration(int(said))),
+                f"{LATEST} names it, but it is gone or not committed",
+                f"restore it, or write {committed[-1]} into {latest} to go on from there",
+            )
+        return committed[-1]
+
+
+def save_checkpoint(actor: "FsdpActor", tree: CheckpointTree, n: int, documents: Mapping[str, Any]) -> None:
+    """Writes iteration `n`: shards, RNG, JSON, COMMITTED, latest, in this order (C1).
+
+    Args:
+        documents: file name -> JSON value, for each of JSON_FILES.
+
+    Raises:
+        CheckpointError: on every rank, if any rank could not write; nothing was committed, and the checkpoint
+            before it still is the latest.
+    """
+    folder, first = tree.iteration(n), dist.get_rank() == 0
+    failed = _attempt(lambda: _fresh(folder) if first else None)
+    _all_or_none(failed, folder)
+    failed = _attempt(lambda: _write_shards(actor, folder))
+    _all_or_none(failed, folder)  # the MIN all-reduce: every rank has written
+    failed = _attempt(lambda: _commit(tree, n, documents) if first else None)
+    _all_or_none(failed, folder)
+
+
+def load_checkpoint(actor: "FsdpActor", tree: CheckpointTree, n: int) -> dict[str, Any]:
+    """Reads iteration `n` into `actor`, on any number of ranks; returns its trainer_state.json.
+
+    Raises CheckpointError naming the file and what is wrong with it, on every rank, before a weight has moved,
+    unless the file system fails in the middle of reading.
+    """
+    folder = tree.iteration(n)
+    state: dict[str, Any] = {}
+
+    def check() -> None:
+        state.update(read_documents(folder)["trainer_state.json"])
+        _check_files(folder, state["files"])
+
+    _all_or_none(_attempt(check), folder)
+    live = actor.checkpoint_state()
+    _all_or_none(_attempt(lambda: _check_tensors(folder / "fsdp", _flat(live))), folder)
+    _all_or_none(_attempt(lambda: dcp.load(_flat(live), storage_reader=_reader(folder))), folder)
+    actor.load_checkpoint_state(live)
+    actor.lr_scheduler_steps = state["lr_scheduler_steps"]
+    rng = folder / f"rng_rank{dist.get_rank()}.pt"
+    if rng.is_file():  # fewer ranks wrote than read now: the new ranks keep their own
+        actor.load_rng_state(torch.load(rng, weights_only=True))
+    return state
+
+
+def read_documents(folder: Path) -> dict[str, Any]:
+    """The JSON files of a committed checkpoint. Raises CheckpointError for one that is missing or spoilt."""
+    if not (folder / COMMITTED).is_file():
+        raise CheckpointError(str(folder), "is not committed", "resume from a folder that holds COMMITTED")
+    documents = {}
+    for name in JSON_FILES:
+        try:
+            documents[name] = json.loads((folder / name).read_text())
+        except FileNotFoundError:
+            raise CheckpointError(str(folder / name), "is missing", "restore the checkpoint") from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(str(folder / name), f"cannot be read: {error}", "restore the checkpoint") from error
+    return documents
+
+
+def rotate(tree: CheckpointTree, keep: int) -> list[int]:
+    """Rank 0 removes the oldest checkpoints so that, with the next one, `keep` remain; returns what fell.
+
+    The newest committed one always stays, also with keep = 1, until a newer one is committed. Uncommitted
+    leftovers go too. The outcome is broadcast: a failure raises CheckpointError on every rank (C2).
+    """
+    removed: list[int] = []
+
+    def remove() -> None:
+        committed = tree.committed()
+        fall = committed[: max(0, len(committed) - max(keep - 1, 1))]
+        for n in fall:
+            (tree.iteration(n) / COMMITTED).unlink()  # first: from now on nobody trusts it
+            shutil.rmtree(tree.iteration(n))
+            removed.append(n)
+        for path in tree.folder.glob("iter_*"):
+            if not (path / COMMITTED).is_file():
+                shutil.rmtree(path)
+
+    _all_or_none(_attempt(remove if dist.get_rank() == 0 else lambda: None), tree.folder)
+    told: list[Any] = [removed]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _fresh(folder: Path) -> None:
+    if (folder / COMMITTED).is_file():
+        raise CheckpointError(str(folder), "already holds a committed checkpoint", "resume from it, or move it away")
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed run left
+    (folder / "fsdp").mkdir(parents=True)
+
+
+def _write_shards(actor: "FsdpActor", folder: Path) -> None:
+    writer = HuggingFaceStorageWriter(str(folder / "fsdp"), save_distributed=True)
+    dcp.save(_flat(actor.checkpoint_state()), storage_writer=writer)
+    state = actor.rng_state()
+    write_atomic(folder / f"rng_rank{dist.get_rank()}.pt", lambda temporary: torch.save(state, temporary))
+
+
+def _commit(tree: CheckpointTree, n: int, documents: Mapping[str, Any]) -> None:
+    folder = tree.iteration(n)
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    for name in JSON_FILES:
+        value = documents[name] | ({"files": sizes} if name == "trainer_state.json" else {})
+        text = json.dumps(value, indent=2, ensure_ascii=False)
+        write_atomic(folder / name, lambda temporary, text=text: temporary.write_text(text))
+    write_atomic(folder / COMMITTED, lambda temporary: temporary.write_text(f"{n}\n"))
+    for latest in (tree.folder / LATEST, tree.save / LATEST):
+        write_atomic(latest, lambda temporary: temporary.write_text(f"{n}\n"))
+
+
+def _check_files(folder: Path, sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(str(path), "is missing", "restore the checkpoint")
+        if (found := path.stat().st_size) != size:
+            raise CheckpointError(str(path), f"has {found} bytes, {size} were written", "restore the checkpoint")
+
+
+def _check_tensors(folder: Path, live: Mapping[str, Tensor]) -> None:
+    """Names and shapes of the shards against the live ones. Raises CheckpointError with every difference."""
+    stored: dict[str, int] = {}
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    count = 1
+                    for length in file.get_slice(name).get_shape():
+                        count *= length
+                    stored[name] = stored.get(name, 0) + count
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(str(path), f"cannot be read: {error}", "restore the checkpoint") from error
+    wrong = [name for name in live if stored.get(name, 0) < live[name].numel()]
+    wrong += [name for name in stored if name not in live]
+    if wrong:
+        shown = ", ".join(wrong[:3]) + (f", ... ({len(wrong)} in all)" if len(wrong) > 3 else "")
+        raise CheckpointError(str(folder), f"does not hold this model's tensors: {shown}", "check --model-path and LoRA flags")
+
+
+def _flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """One level, as safetensors has it: "model/..." and "optimizer/...". The tensors are the live ones."""
+    return {f"{part}/{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
+
+
+def _reader(folder: Path) -> HuggingFaceStorageReader:
+    return HuggingFaceStorageReader(str(folder / "fsdp"))
+
+
+def _attempt(work: Any) -> Exception | None:
+    try:
+        work()
+    except Exception as error:  # carried to every rank by _all_or_none
+        return error
+    return None
+
+
+def _all_or_none(failed: Exception | None, folder: Path) -> None:
+    """Raises on every rank if any rank failed: a MIN all-reduce of success, then the first failure's words."""
+    succeeded = torch.tensor(0 if failed else 1)
+    dist.all_reduce(succeeded, op=dist.ReduceOp.MIN)
+    if succeeded.item():
+        return
+    words: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(words, None if failed is None else f"{type(failed).__name__}: {failed}")
+    if isinstance(failed, CheckpointError):
+        raise failed
+    rank, first = next((rank, text) for rank, text in enumerate(words) if text is not None)
+    raise CheckpointError(str(folder), f"rank {rank}: {first}", "see the disk's space and permissions") from failed

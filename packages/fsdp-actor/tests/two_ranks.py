@@ -1,0 +1,80 @@
+"""What each spawned rank of `test_two_ranks` runs: every case in turn, so that torch is imported once."""
+
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from flowgrpo_fsdp_actor import ActorConfig, FsdpActor, init_process_group
+from flowgrpo_fsdp_actor.metrics import ReplayStatistics
+from flowgrpo_fsdp_actor.names import strip_transport_wrappers
+from flowgrpo_fsdp_actor.plan import join_forwards
+from flowgrpo_fsdp_actor.update import accumulate_gradients
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting to train with, on one rank or on two."""
+
+    name: str
+    group_size: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What must not depend on the number of ranks."""
+
+    gradients: dict[str, torch.Tensor]
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    published: dict[str, torch.Tensor]
+
+
+def config_of(case: Case, folder: Path, sampling: Any) -> ActorConfig:
+    common = {"fsdp_param_dtype": "fp32", "lr": 1e-3, "eps_clip": 1e-3, "replay_join": 5, "clip_grad": 0.01}
+    return ActorConfig(
+        model_path=str(folder),
+        sampling=sampling,
+        n_samples_per_prompt=case.group_size,
+        **(common | case.settings),
+    )
+
+
+def run_case(case: Case, config: ActorConfig, sidecars: list[Path], rank: int, world_size: int) -> Outcome:
+    """The gradients of the first update, then two rollouts of training, then everything that is published."""
+    actor = FsdpActor(config, rank, world_size)
+    advantages = advantages_of(case, len(sidecars))
+    policy = actor._policy
+    replay = actor._replay(sidecars, advantages)
+    plan = actor._plan(*advantages.shape, num_updates=1)
+    forwards = join_forwards(plan[0], replay.shapes, 5)
+    accumulate_gradients(policy, replay, forwards, None, config, ReplayStatistics())
+    named = [(strip_transport_wrappers(n), p) for n, p in policy.module.named_parameters() if p.requires_grad]
+    # The last block's text stream leads nowhere, so some weights of a full model have no gradient.
+    gradients = {name: whole(p.grad) for name, p in named if p.grad is not None}
+    policy.optimizer.zero_grad(set_to_none=True)
+    metrics = [actor.update(rollout, sidecars, advantages).metrics for rollout in range(2)]
+    weights = {name: whole(p.data) for name, p in named}
+    published = {name: tensor.clone() for name, tensor in actor.wire_tensors()}
+    assert [(name, tuple(t.shape)) for name, t in published.items()] == actor.wire_manifest_entries()
+    return Outcome(gradients, metrics, weights, published)
+
+
+def advantages_of(case: Case, groups: int) -> torch.Tensor:
+    return torch.randn(groups, case.group_size, generator=torch.Generator().manual_seed(7))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def rank_main(rank: int, port: int, jobs: list[tuple[Case, ActorConfig, list[Path]]], out: Path) -> None:
+    """Runs all jobs on two ranks; rank 0 leaves {case name: Outcome} in `out`."""
+    torch.set_num_threads(1)
+    init_process_group(rank, 2, "127.0.0.1", port, "cpu", timeout_s=60)
+    outcomes = {case.name: run_case(case, config, sidecars, rank, 2) for case, config, sidecars in jobs}
+    if rank == 0:
+        out.write_bytes(pickle.dumps(outcomes))
