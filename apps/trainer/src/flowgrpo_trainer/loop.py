@@ -25,6 +25,7 @@ from flowgrpo_rewards.post_process import advantage_metrics
 from tensordict import TensorDict
 from torch import Tensor
 
+from flowgrpo_trainer.checkpoints import Checkpoints, NoCheckpoints
 from flowgrpo_trainer.evaluate import Evaluator
 from flowgrpo_trainer.fleet import Fleet
 from flowgrpo_trainer.parity import ParityGate
@@ -49,6 +50,7 @@ class Run:
     parity: ParityGate
     evaluator: Evaluator
     publisher: Publisher
+    checkpoints: Checkpoints | NoCheckpoints
     tracker: Tracker
     progress: RunProgress
     next_rollout: int = 0
@@ -66,8 +68,10 @@ class Run:
 
 def train(run: Run, fleet: Fleet) -> None:
     """Runs to the end, or raises the first error of any worker, by name; everything logged so far is kept."""
-    evaluate(run, fleet, trained=run.next_rollout)
+    if run.next_rollout == 0:
+        evaluate(run, fleet, trained=0)
     run.parity.check(run, fleet)
+    run.progress.start_timing()
     for rollout_id in range(run.next_rollout, run.num_rollouts):
         prompts = run.prompts.batch(rollout_id)
         G, N = len(prompts), run.group_size
@@ -91,11 +95,13 @@ def train(run: Run, fleet: Fleet) -> None:
                 synced = run.publisher.publish(fleet, report.policy_version, must_change=_moved(report.metrics))
 
         metrics = rewards.metrics | advantage_metrics(advantages_GN.tolist()) | report.metrics | synced
-        metrics |= evaluate(run, fleet, trained=rollout_id + 1)
-        metrics |= run_times(run)
-        run.tracker.log(rollout_id, metrics)
+        metrics |= evaluate(run, fleet, trained=rollout_id + 1) | run.checkpoints.metrics()
+        run.tracker.log(rollout_id, metrics | run_times(run))
         run.progress.rollout_done(rollout_id, metrics)
         run.next_rollout = rollout_id + 1
+
+        with run.phase("checkpoint"):  # after the metrics, which it keeps
+            run.checkpoints.save_if_due(fleet, rollout_id, report.policy_version)
 
 
 def evaluate(run: Run, fleet: Fleet, trained: int) -> dict[str, float]:

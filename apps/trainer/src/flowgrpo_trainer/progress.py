@@ -118,6 +118,10 @@ class RunProgress:
         finally:
             self._phase = before
 
+    def start_timing(self) -> None:
+        """The next rollout starts now: what came before it (loading, starting Ray) is no rollout's time."""
+        self._last_done = time.monotonic()
+
     def rollout_done(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Rollout `rollout_id` (from 0) is finished; shows its reward and, where recorded, its share correct."""
         now = time.monotonic()

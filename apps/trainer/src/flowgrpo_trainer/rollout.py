@@ -38,6 +38,8 @@ class RolloutContext:
     sampling: SamplingConfig
     generation_seed: int
     store: ArtifactStore
+    weights_digest: Callable[[], str] = lambda: ""
+    """Of the weights that serve now, for the candidates' manifests."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,9 @@ def generate_rollout(
     if not evaluation:
         for trajectory in trajectories:
             context.adapter.validate_rollout_response(trajectory)
-    files = context.store.write_groups(folder_id, trajectories, evaluation=evaluation)
+    files = context.store.write_groups(
+        folder_id, trajectories, evaluation=evaluation, weight_manifest_hash=context.weights_digest()
+    )
     return [
         RolloutGroup(prompt, index, group_files, trajectory.policy_version)
         for index, (prompt, group_files, trajectory) in enumerate(zip(prompts, files, trajectories, strict=True))

@@ -218,6 +218,12 @@ class RunFolder:
                 raise _damaged(self.metrics_path, f"line {number} is no metrics record") from error
         return records
 
+    def metrics_text(self) -> str:
+        """All whole lines as they lie on disk, for a checkpoint to keep."""
+        if not self.metrics_path.exists():
+            return ""
+        return "".join(f"{json.dumps(line)}\n" for line in read_jsonl(self.metrics_path))
+
     def read_evals(self) -> list[Evaluation]:
         """All evaluations, by step."""
         return [self._read_eval(path) for path in self._eval_paths()]

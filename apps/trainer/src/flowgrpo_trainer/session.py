@@ -9,9 +9,11 @@ from typing import Any
 
 from flowgrpo_dataprep.source import PromptSource
 from flowgrpo_rollout_sglang.artifacts import ArtifactStore
+from flowgrpo_rollout_sglang.files import write_atomic
 from rich.console import Console
 
 from flowgrpo_trainer import fleet as fleets
+from flowgrpo_trainer.checkpoints import NoCheckpoints, Resume, checkpoints_of, contract_of
 from flowgrpo_trainer.cli import settings_as_json
 from flowgrpo_trainer.errors import in_words
 from flowgrpo_trainer.evaluate import Evaluator
@@ -35,24 +37,34 @@ def train_session(settings: Settings, recipe: str, warnings: Sequence[str]) -> i
     folder = RunFolder(settings.run.run_dir)
     hooks = _hooks(settings)  # all imported, and their signatures checked, before a worker starts
     prompts, held_out = _prompts(settings)
-    folder.start(settings_as_json(settings), total_rollouts=settings.run.num_rollouts)
+    adapter = hooks["model_adapter_path"](settings.model.model_path)
+    contract = contract_of(settings, adapter.lora_target_modules)
+    resume = Resume.find(settings, contract)
+    _open_folder(folder, settings, resume)
     write_recipe_record(settings, recipe, prompts.fingerprint)
-    progress = RunProgress(settings.run.num_rollouts, silent=settings.run.quiet)
+    progress = RunProgress(
+        settings.run.num_rollouts,
+        first_rollout=resume.next_rollout if resume else 0,
+        silent=settings.run.quiet,
+    )
     tracker = open_trackers(
         folder,
         run_name=folder.path.name,
+        resume_step=resume.next_rollout if resume else 0,
         use_clearml=settings.tracking.use_clearml,
         metrics_service=settings.tracking.use_metrics_service,
         settings=settings_as_json(settings),
         say=progress.note,
     )
     store = _store(settings)
+    publisher = Publisher(
+        gpus_per_engine=settings.rollout.rollout_num_gpus_per_engine, fault_tolerance=settings.run.use_fault_tolerance
+    )
     try:
         with progress:
             progress.note(f"run folder: {folder.path}")
-            for warning in warnings:
+            for warning in [*warnings, *(resume.changes(settings, prompts.fingerprint) if resume else [])]:
                 progress.note(f"warning: {warning}")
-            adapter = hooks["model_adapter_path"](settings.model.model_path)
             with fleets.running(settings, store, adapter.lora_target_modules, progress.note) as fleet:
                 context = RolloutContext(
                     engines=fleet.engines,
@@ -60,8 +72,15 @@ def train_session(settings: Settings, recipe: str, warnings: Sequence[str]) -> i
                     sampling=settings.rollout.sampling_config,
                     generation_seed=settings.rollout.generation_seed,
                     store=store,
+                    weights_digest=lambda: publisher.digest,
                 )
-                train(_run(settings, hooks, prompts, held_out, context, folder, tracker, progress), fleet)
+                run = _run(settings, hooks, prompts, held_out, context, folder, tracker, progress, publisher)
+                run.checkpoints = checkpoints_of(settings, contract, prompts.fingerprint, folder.metrics_text)
+                if resume is not None:
+                    resume.restore(fleet, publisher)
+                    run.next_rollout = resume.next_rollout
+                    progress.note(f"resumed from {resume.tree.iteration(resume.iteration)}")
+                train(run, fleet)
         folder.mark_ended("finished")
     except KeyboardInterrupt:
         folder.mark_ended("interrupted", "stopped by Ctrl-C")
@@ -108,6 +127,19 @@ def _prompts(settings: Settings) -> tuple[PromptSource, PromptSource]:
     )
 
 
+def _open_folder(folder: RunFolder, settings: Settings, resume: Resume | None) -> None:
+    """A new run folder, or the one that goes on; a new folder of a resumed run gets the metrics so far."""
+    if resume is not None and not folder.metrics_path.exists():
+        folder.path.mkdir(parents=True, exist_ok=True)
+        history = resume.history()
+        write_atomic(folder.metrics_path, lambda temporary: temporary.write_text(history))
+    folder.start(
+        settings_as_json(settings),
+        total_rollouts=settings.run.num_rollouts,
+        resume_step=resume.next_rollout if resume else None,
+    )
+
+
 def _store(settings: Settings) -> ArtifactStore:
     assert settings.rollout.artifact_root is not None
     return ArtifactStore(
@@ -126,6 +158,7 @@ def _run(
     folder: RunFolder,
     tracker: Any,
     progress: RunProgress,
+    publisher: Publisher,
 ) -> Run:
     rollout = settings.rollout
     assert rollout.eval_prompt_data is not None
@@ -146,9 +179,8 @@ def _run(
             generate=hooks["rollout_function_path"],
             folder=folder,
         ),
-        publisher=Publisher(
-            gpus_per_engine=rollout.rollout_num_gpus_per_engine, fault_tolerance=settings.run.use_fault_tolerance
-        ),
+        publisher=publisher,
+        checkpoints=NoCheckpoints(),
         tracker=tracker,
         progress=progress,
     )

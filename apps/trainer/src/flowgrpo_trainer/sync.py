@@ -22,6 +22,8 @@ class Publisher:
     version: int = 0
     """The version that every engine serves."""
     failures: int = 0
+    digest: str = ""
+    """Over names and fingerprints of the weights that serve; empty before the first sync."""
     _base_known: bool = field(default=True, repr=False)
 
     def publish(self, fleet: Fleet, version: int, *, must_change: bool) -> dict[str, float]:
@@ -50,6 +52,13 @@ class Publisher:
             "perf/weight_sync_gb_per_s": min(report.gb_per_s for report in reports),
         }
 
+    def publish_restored(self, fleet: Fleet, version: int) -> None:
+        """Makes fresh engines serve the restored policy under its own number; version 0 is what they start with."""
+        if version > 0:
+            self._base_known = False
+            self._transaction(fleet, version, must_change=False)
+            self.version, self._base_known = version, True
+
     def _transaction(self, fleet: Fleet, version: int, must_change: bool) -> list[SyncReport]:
         engines = fleet.engines.workers
         expected = len(engines) * self.gpus_per_engine
@@ -71,6 +80,7 @@ class Publisher:
                 _settle([actor.publish_failed.remote() for actor in fleet.actors])
                 raise
         ray.get([actor.publish_succeeded.remote(version) for actor in fleet.actors])
+        self.digest = reports[0].digest
         return reports
 
     def _target(self, engines: list[Any], rank: int) -> tuple[Any, str]:

@@ -7,6 +7,7 @@ Shapes: G prompt groups, N candidates of a group.
 """
 
 import importlib
+import json
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
 
 if TYPE_CHECKING:
     from flowgrpo_fsdp_actor.actor import UpdateReport
+    from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree
     from flowgrpo_rollout_sglang.engine import RolloutEngine
     from flowgrpo_rollout_sglang.wire import SyncReport
 
@@ -113,6 +115,7 @@ class ActorWorker:
         init_process_group(self._rank, self._world_size, *master, device=self._config.device)
         self._actor = FsdpActor(self._config, rank=self._rank, world_size=self._world_size)
         self._sender = WeightSender(**wire)
+        self._last_manifest: dict[str, Any] = {}
 
     def attach_rows(self) -> None:
         """Attaches to TransferQueue, once the driver has started it."""
@@ -155,8 +158,33 @@ class ActorWorker:
             mode="adapter" if self._config.lora_adapter_mode else "full",
             base_version=base_version,
         )
+        self._last_manifest = json.loads(manifest.to_json())
         client = EngineClient(engine, name)
         return self._sender.send(self._actor.wire_tensors(), manifest, client, must_change=must_change)
+
+    def save_checkpoint(
+        self, tree: "CheckpointTree", n: int, state: dict[str, Any], contract: dict[str, Any], history: str
+    ) -> None:
+        """Writes and commits iteration `n`. Raises CheckpointError on every rank if any could not write."""
+        from flowgrpo_fsdp_actor.checkpoint_files import save_checkpoint
+
+        documents = {
+            "trainer_state.json": state | {"lr_scheduler_steps": self._actor.lr_scheduler_steps},
+            "weight_sync_manifest.json": self._last_manifest,
+            "adapter_contract.json": contract,
+        }
+        save_checkpoint(self._actor, tree, n, documents, history)
+
+    def rotate(self, tree: "CheckpointTree", keep: int) -> list[int]:
+        from flowgrpo_fsdp_actor.checkpoint_files import rotate
+
+        return rotate(tree, keep)
+
+    def load_checkpoint(self, tree: "CheckpointTree", n: int) -> None:
+        """Takes weights, optimizer state, lr steps and RNG of iteration `n`. Raises CheckpointError."""
+        from flowgrpo_fsdp_actor.checkpoint_files import load_checkpoint
+
+        load_checkpoint(self._actor, tree, n)
 
     def publish_succeeded(self, version: int) -> None:
         self._actor.publish_succeeded(version)

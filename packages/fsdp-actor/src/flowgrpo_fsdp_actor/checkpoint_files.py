@@ -5,6 +5,7 @@
         rng_rank<r>.pt
         trainer_state.json           rollout id, policy version, lr steps, and the size of every file above
         weight_sync_manifest.json
+        metrics.jsonl                the run's metrics so far
         adapter_contract.json        what a resume must match: mode, base-model hash, LoRA settings
         COMMITTED                    last; the only thing that a resume trusts
     <save>/<task>/latest_checkpointed_iteration.txt, and the same one level up
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 COMMITTED = "COMMITTED"
 LATEST = "latest_checkpointed_iteration.txt"
+HISTORY = "metrics.jsonl"
 JSON_FILES = ("trainer_state.json", "weight_sync_manifest.json", "adapter_contract.json")
 
 
@@ -77,11 +79,14 @@ class CheckpointTree:
         return committed[-1]
 
 
-def save_checkpoint(actor: "FsdpActor", tree: CheckpointTree, n: int, documents: Mapping[str, Any]) -> None:
+def save_checkpoint(
+    actor: "FsdpActor", tree: CheckpointTree, n: int, documents: Mapping[str, Any], history: str = ""
+) -> None:
     """Writes iteration `n`: shards, RNG, JSON, COMMITTED, latest, in this order (C1).
 
     Args:
         documents: file name -> JSON value, for each of JSON_FILES.
+        history: the run's metrics so far, kept as metrics.jsonl.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write; nothing was committed, and the checkpoint
@@ -92,7 +97,7 @@ def save_checkpoint(actor: "FsdpActor", tree: CheckpointTree, n: int, documents:
     _all_or_none(failed, folder)
     failed = _attempt(lambda: _write_shards(actor, folder))
     _all_or_none(failed, folder)  # the MIN all-reduce: every rank has written
-    failed = _attempt(lambda: _commit(tree, n, documents) if first else None)
+    failed = _attempt(lambda: _commit(tree, n, documents, history) if first else None)
     _all_or_none(failed, folder)
 
 
@@ -175,8 +180,9 @@ def _write_shards(actor: "FsdpActor", folder: Path) -> None:
     write_atomic(folder / f"rng_rank{dist.get_rank()}.pt", lambda temporary: torch.save(state, temporary))
 
 
-def _commit(tree: CheckpointTree, n: int, documents: Mapping[str, Any]) -> None:
+def _commit(tree: CheckpointTree, n: int, documents: Mapping[str, Any], history: str) -> None:
     folder = tree.iteration(n)
+    write_atomic(folder / HISTORY, lambda temporary: temporary.write_text(history))
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     for name in JSON_FILES:
         value = documents[name] | ({"files": sizes} if name == "trainer_state.json" else {})
@@ -213,7 +219,9 @@ def _check_tensors(folder: Path, live: Mapping[str, Tensor]) -> None:
     wrong += [name for name in stored if name not in live]
     if wrong:
         shown = ", ".join(wrong[:3]) + (f", ... ({len(wrong)} in all)" if len(wrong) > 3 else "")
-        raise CheckpointError(str(folder), f"does not hold this model's tensors: {shown}", "check --model-path and LoRA flags")
+        raise CheckpointError(
+            str(folder), f"does not hold this model's tensors: {shown}", "check --model-path and LoRA flags"
+        )
 
 
 def _flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -149,3 +149,29 @@ class CheckpointMismatch(ActorError):
             f"{len(self.names)} tensors of the checkpoint are missing, unknown or of another shape: "
             f"{', '.join(self.names[:3])}{more}\nhint: resume with the mode, LoRA rank and targets of the saved run"
         )
+
+
+class CheckpointError(ActorError):
+    """A checkpoint cannot be written or trusted: which file or folder, why, and what to do."""
+
+    def __init__(self, path: str, why: str, fix: str):
+        super().__init__(path, why, fix)
+        self.path, self.why, self.fix = path, why, fix
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path}: {self.why}\nfix: {self.fix}"
+
+
+class NotResumable(ActorError):
+    """A checkpoint belongs to another policy than these settings make; names every difference."""
+
+    def __init__(self, path: str, differing: dict[str, tuple[object, object]]):
+        super().__init__(path, differing)
+        self.path, self.differing = path, differing
+
+    def __str__(self) -> str:
+        lines = [f"  {key}: saved {saved!r}, now {now!r}" for key, (saved, now) in self.differing.items()]
+        return (
+            f"checkpoint {self.path} cannot be resumed with these settings\n" + "\n".join(lines) + "\n"
+            "fix: give the settings of the saved run, or leave --load out to start afresh"
+        )
