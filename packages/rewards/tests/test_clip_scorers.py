@@ -8,7 +8,7 @@ from flowgrpo_rewards.aesthetic import AestheticHead, AestheticScorer
 from flowgrpo_rewards.clip_features import pooled
 from flowgrpo_rewards.open_clip_scorers import ClipScoreScorer, HpsV2Scorer
 from flowgrpo_rewards.pickscore import PickScoreScorer
-from flowgrpo_rewards.preprocessing import Preprocessing, resize_uint8
+from flowgrpo_rewards.preprocessing import Preprocessing, resize_in_float, resize_uint8
 from flowgrpo_rewards.protocol import Invalid, ScorerLoadError
 from flowgrpo_rewards.testing import (
     TINY_CLIP,
@@ -139,14 +139,15 @@ def test_an_aesthetic_head_for_another_clip_is_refused(tmp_path):
         AestheticScorer(model_path=str(tmp_path))
 
 
+@pytest.mark.parametrize("resize", [resize_uint8, resize_in_float])
 @pytest.mark.parametrize("size", [(384, 384), (512, 384), (97, 301), (64, 64), (30, 50)], ids=str)
-def test_resizing_gives_pillows_grey_levels(size):
+def test_resizing_gives_pillows_grey_levels(size, resize):
     """One level of 255 apart at most, two where a picture grows (torch rounds its weights less); under 2 % differ."""
     picture = natural_pictures(1, *size)[0]
     to = (224, int(224 * size[1] / size[0]))
     expected = np.asarray(Image.fromarray(picture).resize(to[::-1], Image.Resampling.BICUBIC)).astype(int)
     batch = torch.from_numpy(picture).permute(2, 0, 1)[None]
-    got = resize_uint8(batch, to)[0].permute(1, 2, 0).numpy().astype(int)
+    got = resize(batch, to)[0].permute(1, 2, 0).numpy().astype(int)
     difference = np.abs(got - expected)
     assert difference.max() <= (1 if min(size) > 224 else 2)
     assert (difference > 0).mean() < 0.02

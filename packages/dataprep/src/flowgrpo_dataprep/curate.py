@@ -191,7 +191,8 @@ def _hash_chunk(index: int, chunk: Chunk, *, config: CurateConfig, folder: Path)
                 share.rows.add(_words(buffer))
                 buffer.clear()
     share.rows.add(_words(buffer))
-    share.rows.flush()
+    if index:  # of many chunks, none may leave rows in memory
+        share.rows.flush()
     return share
 
 

@@ -3,7 +3,7 @@
 Equal keys land in one bucket, in the order they were added. A bucket is small enough to hold in memory: a hundred
 million records make 400,000 rows, 16 MB, a bucket.
 
-Shapes: R rows, K key words of 64 bits.
+Shapes: R rows, W words of 64 bits.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class SpilledRows:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is pending. Call it before another process, or `bucket`, reads."""
+        """Writes what is pending, which else travels with this object when it is pickled."""
         if not self._pending_rows:
             return
         rows = np.concatenate(self._pending)
@@ -52,11 +52,12 @@ class SpilledRows:
             start = end
 
     def bucket(self, index: int) -> np.ndarray:
-        """The uint64 rows [R, W] of one bucket, in the order they were added."""
-        self.flush()
+        """The uint64 rows [R, W] of one bucket, in the order they were added. A small input never meets the disk."""
         path = self._paths[index]
         data = path.read_bytes() if path.exists() else b""
-        return np.frombuffer(data, dtype=np.uint64).reshape(-1, self._words)
+        rows = [np.frombuffer(data, dtype=np.uint64).reshape(-1, self._words)]
+        rows += [part[part[:, 0] & np.uint64(BUCKETS - 1) == index] for part in self._pending]
+        return np.concatenate(rows)
 
     def buckets(self) -> Iterator[np.ndarray]:
         for index in range(BUCKETS):

@@ -63,10 +63,16 @@ class Preprocessing:
 
 
 def resize_uint8(batch_BCHW: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Antialiased bicubic to `shape`, as float32 whole levels 0..255: the grey levels of Pillow's BICUBIC."""
+    """Antialiased bicubic of uint8 pictures to `shape`: float32 whole levels 0..255, those of Pillow's BICUBIC."""
     if tuple(batch_BCHW.shape[-2:]) == shape:
         return batch_BCHW.float()
-    # Pillow filters rows, rounds to 8 bits, then filters columns. Doing the same keeps its grey levels.
+    if batch_BCHW.device.type == "cpu":  # torch has Pillow's own 8-bit filter there, several times faster
+        return interpolate(batch_BCHW, shape, mode="bicubic", antialias=True, align_corners=False).float()
+    return resize_in_float(batch_BCHW, shape)
+
+
+def resize_in_float(batch_BCHW: Tensor, shape: tuple[int, int]) -> Tensor:
+    """As `resize_uint8`, on any device. Pillow filters rows, rounds to 8 bits, then columns; so does this."""
     wide = _filter(batch_BCHW.float(), (batch_BCHW.shape[-2], shape[1]))
     return _filter(wide, shape)
 

@@ -123,14 +123,20 @@ def invalid_at(slot: int, reason: str) -> Callable[[RewardSample], SampleResult]
     return lambda sample: {"fake": Invalid(reason) if sample.slot == slot else Value(1.0)}
 
 
-def write_clip_folder(folder: Path, config: dict[str, Any], *, dtype: Any = None, seed: int = 0) -> Path:
-    """A transformers CLIP folder with random weights: config, model.safetensors, tokenizer, preprocessor."""
+def write_clip_folder(
+    folder: Path, config: dict[str, Any], *, dtype: Any = None, device: str = "cpu", seed: int = 0
+) -> Path:
+    """A transformers CLIP folder with random weights: config, model.safetensors, tokenizer, preprocessor.
+
+    `device` draws the weights, in seconds on a GPU for a billion of them; the folder is the same kind of folder.
+    """
     import torch
     from transformers import CLIPConfig, CLIPModel
 
     torch.manual_seed(seed)
-    model = CLIPModel(CLIPConfig(**json.loads(json.dumps(config))))
-    model.to(dtype or torch.float32).save_pretrained(folder)
+    with torch.device(device):
+        model = CLIPModel(CLIPConfig(**json.loads(json.dumps(config))))
+    model.to("cpu", dtype or torch.float32).save_pretrained(folder)
     write_tokenizer(folder)
     size = config["vision_config"]["image_size"]
     preprocessor = {
