@@ -162,6 +162,7 @@ class MetricsServiceTracker:
         self._url, self._headers = _split_credentials(url)
         self.sent = 0
         self.failures = 0
+        self._closed = False
         self._lock = threading.Lock()
         self._queue: queue.Queue[bytes | None] = queue.Queue(self.QUEUE)
         self._open = urllib.request.build_opener(_NoRedirect).open
@@ -184,6 +185,7 @@ class MetricsServiceTracker:
             self._thread.join(max(0.0, end - time.monotonic()))
         except queue.Full:
             pass  # the count below says it
+        self._closed = True
         with self._lock:
             unsent = self._queue.qsize() if self._thread.is_alive() else 0
             failures, sent = self.failures, self.sent
@@ -191,7 +193,7 @@ class MetricsServiceTracker:
             self._say(f"metrics service {self._url}: {sent} steps sent, {failures} failed, {unsent} unsent")
 
     def _send_all(self) -> None:
-        while (body := self._queue.get()) is not None:
+        while (body := self._queue.get()) is not None and not self._closed:
             try:
                 self._post(body)
             except (OSError, HTTPException) as error:  # URLError, HTTPError and time-outs are OSErrors
@@ -301,7 +303,7 @@ def _clearml_is_missing() -> tuple[str, str, str]:
 def _url_problems(url: str) -> Iterator[Problem]:
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
     if not usable:

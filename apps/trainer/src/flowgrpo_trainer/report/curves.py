@@ -67,7 +67,7 @@ def curves_svg(
 
     Raises ValueError when no series has a finite point: there is nothing to draw.
     """
-    plot = _Plot(series, y_range=y_range, y_log=y_log, width=width, height=height, legend_top=48 if y_label else 32)
+    plot = _Plot(series, y_range=y_range, y_log=y_log, width=width, height=height, legend_top=56 if y_label else 38)
     attributes = {"class": "curves", "viewBox": f"0 0 {width} {height}", "role": "img", "aria-label": _text(title)}
     if standalone:
         attributes |= {"xmlns": "http://www.w3.org/2000/svg", "width": str(width), "height": str(height)}
@@ -77,7 +77,7 @@ def curves_svg(
         _add(svg, "rect", "back", width=width, height=height, rx=6)
     _add(svg, "text", "title", title, x=12, y=22)
     if y_label:
-        _add(svg, "text", "label", y_label, x=12, y=38)
+        _add(svg, "text", "label", y_label, x=12, y=37)
     plot.draw_legend(svg)
     plot.draw_axes(svg, x_label)
     for value in y_lines:
@@ -125,7 +125,7 @@ class _Plot:
         self.right = width - 16.0
         named = [(series[i].name, self.colors[i]) for i in visible if series[i].legend and series[i].name]
         self.legend = self._lay_legend(named, legend_top)
-        self.top = (self.legend[-1][1] if self.legend else legend_top - 14) + 16.0
+        self.top = (self.legend[-1][1] if self.legend else legend_top - 16) + 16.0
         self.bottom = height - 34.0
 
     def _y(self, value: float) -> float:

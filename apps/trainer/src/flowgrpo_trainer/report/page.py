@@ -155,7 +155,7 @@ def _state(data: RunData) -> str:
     resumes = len(data.info.get("starts", ())) - 1
     again = f" It was resumed {resumes} time{'s' if resumes > 1 else ''}." if resumes > 0 else ""
     if data.ended is None:
-        when = f" Its last sign of life is of {data.records[-1].time}." if data.records else ""
+        when = f" Its last rollout ended at {_clock(data.records[-1].time)}." if data.records else ""
         return f"{progress}{took}{each}. It is still going, or it was killed: no end is recorded.{when}{again}"
     words = {"finished": "finished", "interrupted": "was interrupted", "failed": "ended by an error"}
     end = words[data.ended["state"]]
@@ -172,6 +172,11 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _clock(time: str) -> str:
+    """An ISO time as a person reads it, in UTC like the page's own."""
+    return datetime.fromisoformat(time).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _rollouts(count: int) -> str:

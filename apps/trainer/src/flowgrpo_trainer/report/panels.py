@@ -57,7 +57,7 @@ def phase_times(data: RunData) -> list[PhaseTime]:
 def _reward(data: RunData) -> Panel | None:
     drawn = _trained(data, "reward/mean", "training", 0)
     for place, name in enumerate(data.eval_sets(), start=1):
-        drawn += _held_out(data, name, reward_of, f"{name} (held out)", place)
+        drawn += _held_out(data, name, reward_of, f"held out: {name}", place)
     if not data.evals:
         drawn += _logged_evals(data, "reward_mean", 1)
     return _panel(
@@ -71,7 +71,7 @@ def _reward(data: RunData) -> Panel | None:
 def _correct(data: RunData) -> Panel | None:
     drawn = _trained(data, "reward/correct_mean", "training", 0, scale=100)
     for place, name in enumerate(data.eval_sets(), start=1):
-        drawn += _held_out(data, name, correct_of, f"{name} (held out)", place, scale=100)
+        drawn += _held_out(data, name, correct_of, f"held out: {name}", place, scale=100)
     if not data.evals:
         drawn += _logged_evals(data, "correct_mean", 1, scale=100)
     return _panel(drawn, "Fully correct pictures", "% of pictures", "A picture counts if every component is right.")
@@ -90,7 +90,7 @@ def _components(data: RunData) -> Panel | None:
         drawn,
         "Reward by component",
         "raw value, mean over pictures",
-        "Lines: moving mean of training rollouts." + (f" Points: {first_set} (held out)." if first_set else ""),
+        "Lines: moving mean of training rollouts." + (f" Points: held-out prompts ({first_set})." if first_set else ""),
     )
 
 
@@ -101,7 +101,8 @@ def _ratio(data: RunData) -> Panel | None:
         return None
     nan = float("nan")
     band = Series(
-        name="mean, with least and largest",
+        name="ratio",
+        legend=False,
         x=steps,
         y=mean,
         low=[low.get(step, nan) for step in steps] if low else None,
@@ -113,14 +114,14 @@ def _ratio(data: RunData) -> Panel | None:
         [band],
         "Policy ratio",
         "probability of the drawn noise, new policy / old policy",
-        "1 means unchanged. Band: least to largest ratio of the rollout."
+        "1 means unchanged. Line: mean. Band: least to largest ratio of the rollout."
         + (f" Dashed: the clip range, {edges[0]:g} to {edges[1]:g}." if edges else ""),
         y_lines=[1.0, *edges],
     )
 
 
 def _clip(data: RunData) -> Panel | None:
-    drawn = _trained(data, "train/clip_fraction", "clipped", 0, scale=100)
+    drawn = [replace(one, legend=False) for one in _trained(data, "train/clip_fraction", "clipped", 0, scale=100)]
     caption = "Transitions whose ratio left the clip range, so that their gradient was cut."
     return _panel(drawn, "Clipped transitions", "% of transitions", caption, y_range=(0.0, 1.0))
 
@@ -130,9 +131,9 @@ def _grad_norm(data: RunData) -> Panel | None:
     finite = [value for value in values if value == value]
     log = bool(finite) and min(finite) > 0 and max(finite) / min(finite) > 50
     drawn = [Series(name="", x=steps, y=values)] if finite else []
-    caption = "Norm of the whole gradient before clipping" + (" (log axis)." if log else ".")
     edge = data.setting("clip_grad")
-    caption += f" Dashed, where it fits: the norm it is clipped to, {edge:g}." if edge else ""
+    caption = f"Before clipping{f' to {edge:g} (dashed, where the axis holds it)' if edge else ''}."
+    caption += " Log axis." if log else ""
     return _panel(drawn, "Gradient norm", "", caption, y_log=log, y_lines=[edge] if edge else [])
 
 
@@ -160,7 +161,7 @@ _PANELS: tuple[tuple[Callable[[RunData], Panel | None], str], ...] = (
 def _panel(drawn: Sequence[Series], title: str, y_label: str, caption: str, **options: Any) -> Panel | None:
     if not any(_finite(one.y) for one in drawn):
         return None
-    return Panel(curves_svg(drawn, title, y_label=y_label, standalone=False, **options), caption)
+    return Panel(curves_svg(drawn, title, y_label=y_label, width=380, height=264, standalone=False, **options), caption)
 
 
 def _trained(data: RunData, series: str, name: str, color: int, scale: float = 1.0) -> list[Series]:
@@ -212,7 +213,7 @@ def _logged_evals(data: RunData, ending: str, color: int, scale: float = 1.0) ->
     drawn = []
     for place, name in enumerate(found, start=color):
         steps, values = data.series(name)
-        label = name.removeprefix("eval/").removesuffix(f"/{ending}") + " (held out)"
+        label = "held out: " + name.removeprefix("eval/").removesuffix(f"/{ending}")
         drawn.append(Series(name=label, x=steps, y=[v * scale for v in values], kind="points", color=place))
     return drawn
 

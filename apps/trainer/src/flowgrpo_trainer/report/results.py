@@ -74,9 +74,11 @@ class RunData:
         return list(dict.fromkeys(name for metrics in self.by_step.values() for name in metrics))
 
     def components(self) -> list[str]:
-        """Reward components of training: the X of reward/X_mean, less the statistics of something else."""
+        """Reward components: the X of reward/X_mean, less statistics of something else, and those of evaluations."""
         found = [n.removeprefix("reward/").removesuffix("_mean") for n in self.names() if _is_component(n)]
-        return [name for name in found if name != "advantage" and not name.endswith("group_std")]
+        trained = [name for name in found if name != "advantage" and not name.endswith("group_std")]
+        held_out = [name for e in self.evals for samples in e.sets.values() for s in samples for name in s.components]
+        return list(dict.fromkeys([*trained, *held_out]))
 
     def eval_sets(self) -> list[str]:
         """Names of the held-out prompt sets, in the order of the first evaluation."""
