@@ -262,9 +262,9 @@ def fake_clearml(tmp_path, monkeypatch):
     sys.modules.pop("clearml")
 
 
-def test_clearml_gets_title_series_and_step(fake_clearml):
+def test_clearml_gets_title_series_and_step_and_never_a_nan_that_it_would_show_as_0(fake_clearml):
     tracker = ClearMLTracker("run 1", {"lr": 1e-4})
-    tracker.log(3, {"eval/held_out/reward_mean": 0.5, "plain": 1.0})
+    tracker.log(3, {"eval/held_out/reward_mean": 0.5, "train/loss": math.nan, "plain": 1.0})
     tracker.close()
     init, settings, first, second, closed = fake_clearml.calls
     assert init["task_name"] == "run 1"

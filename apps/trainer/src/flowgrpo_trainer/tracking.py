@@ -127,7 +127,13 @@ class ClearMLTracker:
         from clearml import Task
 
         self._task: Any = Task.init(
-            project_name=project, task_name=run_name, reuse_last_task_id=False, auto_connect_frameworks=False
+            project_name=project,
+            task_name=run_name,
+            reuse_last_task_id=False,
+            auto_connect_arg_parser=False,
+            auto_connect_frameworks=False,
+            auto_resource_monitoring=False,
+            auto_connect_streams=False,  # it would replace stdout under the progress display
         )
         if settings:
             self._task.set_parameters_as_dict({"settings": dict(settings)})
@@ -135,6 +141,8 @@ class ClearMLTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         logger = self._task.get_logger()
         for name, value in metrics.items():
+            if math.isnan(value):
+                continue  # ClearML 2.1 would record it as 0
             title, _, series = name.rpartition("/")
             logger.report_scalar(title=title or series, series=series, value=value, iteration=step)
 
@@ -297,7 +305,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _clearml_is_missing() -> tuple[str, str, str]:
-    return ("--use-clearml", "The package clearml is not installed.", "pip install clearml, or leave the flag out")
+    return ("--use-clearml", "The package clearml is not installed.", "uv pip install clearml, or leave the flag out")
 
 
 def _url_problems(url: str) -> Iterator[Problem]:
