@@ -59,7 +59,7 @@ def test_the_kernels_give_the_bytes_and_fingerprints_of_the_plain_copies(operato
     entries = [TensorEntry(str(numel), (numel,), wire) for numel in numels]
     targets = [on_gpu(numel, target, shift) for numel in numels]
     packed, plain, held = (torch.zeros(len(numels), dtype=torch.int64, device="cuda") for _ in range(3))
-    for bucket in bucket_layout(entries, 2**20):
+    for bucket in bucket_layout(tuple(entries), 2**20):
         slot, reference = (torch.randint(0, 256, (2**20,), dtype=torch.uint8, device="cuda") for _ in range(2))
         of_pieces = [sources[piece.tensor] for piece in bucket.pieces]
         run(operators.gather, slot, bucket, of_pieces, entries, packed)
@@ -76,7 +76,7 @@ def test_the_kernels_give_the_bytes_and_fingerprints_of_the_plain_copies(operato
 
 def test_a_launch_gives_the_same_bits_each_time(operators):
     entries = [TensorEntry("w", (5_000_000,), "bf16")]
-    (bucket,) = bucket_layout(entries, 10_000_000 // 128 * 128 + 128)
+    (bucket,) = bucket_layout(tuple(entries), 10_000_000 // 128 * 128 + 128)
     source = on_gpu(5_000_000, BF16, 0)
     slot = torch.empty(bucket.nbytes, dtype=torch.uint8, device="cuda")
     results = []

@@ -63,7 +63,7 @@ def test_the_native_gather_packs_the_bytes_and_sums_of_the_plain_one(copies, siz
     tensors = [place((numel,), source, shift)[1] for numel, shift in sizes]
     entries = [TensorEntry(str(i), tuple(t.shape), wire) for i, t in enumerate(tensors)]
     ours, plain = (torch.zeros(len(tensors), dtype=torch.int64) for _ in range(2))
-    for bucket in bucket_layout(entries, 128 * lines * 10):
+    for bucket in bucket_layout(tuple(entries), 128 * lines * 10):
         mine, theirs = aligned_slot(128 * lines * 10), aligned_slot(128 * lines * 10)
         of_pieces = [tensors[piece.tensor] for piece in bucket.pieces]
         run(copies, True, mine, bucket, of_pieces, entries, ours)
@@ -84,7 +84,7 @@ def test_the_native_scatter_writes_what_the_plain_one_does_and_nothing_beside_it
     for copy, (memory, t), values in zip(expected, placed, sent, strict=True):
         copy[t.storage_offset() - memory.storage_offset() :][: t.numel()] = values.to(target)
     packed, held = (torch.zeros(len(sent), dtype=torch.int64) for _ in range(2))
-    for bucket in bucket_layout(entries, 128 * lines * 10):
+    for bucket in bucket_layout(tuple(entries), 128 * lines * 10):
         slot = aligned_slot(128 * lines * 10)
         host.pack(slot, bucket, [sent[p.tensor] for p in bucket.pieces], entries, packed)
         run(copies, False, slot, bucket, [placed[p.tensor][1] for p in bucket.pieces], entries, held)
@@ -102,7 +102,7 @@ def test_the_native_scatter_writes_columns_of_a_fused_parameter(copies, target, 
     expected[..., first : first + width] = sent.to(target)
     entries = [TensorEntry("w", tuple(view.shape), wire)]
     packed, held = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    for bucket in bucket_layout(entries, 128 * 50):
+    for bucket in bucket_layout(tuple(entries), 128 * 50):
         slot = aligned_slot(128 * 50)
         host.pack(slot, bucket, [sent] * len(bucket.pieces), entries, packed)
         run(copies, False, slot, bucket, [view] * len(bucket.pieces), entries, held)
@@ -114,7 +114,7 @@ def test_casts_of_rounding_edges_infinities_and_subnormals_are_those_of_torch(co
     bits = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x00000001, 0x80000000, 0x3F80FFFF]
     source = torch.tensor(bits, dtype=torch.uint32).view(torch.float32)
     entries = [TensorEntry("w", (len(bits),), "bf16")]
-    (bucket,) = bucket_layout(entries, 128)
+    (bucket,) = bucket_layout(tuple(entries), 128)
     slot, sums = aligned_slot(128), torch.zeros(1, dtype=torch.int64)
     run(copies, True, slot, bucket, [source], entries, sums)
     assert torch.equal(slot[: 2 * len(bits)].view(BF16), source.to(BF16))
@@ -123,7 +123,7 @@ def test_casts_of_rounding_edges_infinities_and_subnormals_are_those_of_torch(co
 def test_rows_that_are_not_evenly_spaced_are_refused():
     with pytest.raises(ValueError):
         piece_rows(
-            bucket_layout([TensorEntry("w", (3, 2, 4), "bf16")], 128)[0],
+            bucket_layout((TensorEntry("w", (3, 2, 4), "bf16"),), 128)[0],
             [torch.zeros(3, 5, 7, dtype=BF16)[:, :2, :4]],
             [TensorEntry("w", (3, 2, 4), "bf16")],
         )

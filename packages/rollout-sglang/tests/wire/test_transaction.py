@@ -152,7 +152,7 @@ def test_a_wire_dtype_that_the_parameters_cannot_hold_is_refused_before_a_byte_m
 def test_a_manifest_with_a_name_twice_is_refused_by_the_engine(sender):
     receiver = WeightReceiver(parameters(), "engine")
     fields = json.loads(manifest_of(sender, weights(), 1).to_json())
-    fields["tensors"].append(fields["tensors"][1])
+    fields["tensors"] += fields["tensors"].splitlines(keepends=True)[1]
     assert failure(receiver.begin, json.dumps(fields), "{}").reason == "manifest"
 
 

@@ -5,7 +5,7 @@ that is killed cannot leave the other one's GPU work hanging. Two slots keep the
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,66 +45,65 @@ class _Stopwatch:
         return sum(first.elapsed_time(second) for first, second in self._pairs[: self._used]) / 1e3
 
 
-class _Table:
-    """Rows of native copies on their way to the device: pinned, and never overwritten within one transaction."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._pinned = self._there = torch.empty(0, COLUMNS, dtype=torch.int64)
-        self._used = 0
-
-    def restart(self, rows: int) -> None:
-        """Room for `rows` rows. The device must have read all earlier ones."""
-        self._used = 0
-        if self._pinned.shape[0] < rows:
-            self._pinned = torch.empty(rows, COLUMNS, dtype=torch.int64, pin_memory=True)
-            self._there = torch.empty(rows, COLUMNS, dtype=torch.int64, device=self._device)
-
-    def upload(self, rows: list[list[int]]) -> Tensor:
-        """The rows on the device, in the order of the current stream."""
-        run = slice(self._used, self._used + len(rows))
-        self._used += len(rows)
-        self._pinned[run] = torch.tensor(rows, dtype=torch.int64)
-        self._there[run].copy_(self._pinned[run], non_blocking=True)
-        return self._there[run]
-
-
 class _Copies:
     """Gather and scatter of one transaction, native where it can be."""
 
     def __init__(self, device: torch.device):
         self._native = native.load()
         self.device = device
-        self._table = _Table(device)
         self._sums = torch.zeros(0, dtype=torch.int64, device=device)
         self._entries: Sequence[TensorEntry] = ()
+        # Rows of the native copies: pinned, so that they travel while the host works on, and not overwritten before
+        # the end of a transaction.
+        self._pinned = self._there = torch.empty(0, COLUMNS, dtype=torch.int64)
+        self._rows = 0
         self.watch = _Stopwatch()
 
-    def begin(self, entries: Sequence[TensorEntry], pieces: int) -> None:
-        self._entries = entries
+    def begin(self, entries: Sequence[TensorEntry], buckets: Sequence[Bucket]) -> None:
+        """Everything of the last transaction has ended."""
+        self._entries, self._rows = entries, 0
         self._sums = torch.zeros(len(entries), dtype=torch.int64, device=self.device)
         self.watch.restart()
-        if self._native is not None:
-            self._table.restart(pieces)
+        pieces = sum(len(bucket.pieces) for bucket in buckets)
+        if self._native is not None and self._pinned.shape[0] < pieces:
+            self._pinned = torch.empty(pieces, COLUMNS, dtype=torch.int64, pin_memory=True)
+            self._there = torch.empty(pieces, COLUMNS, dtype=torch.int64, device=self.device)
+
+    def table(self, bucket: Bucket, tensors: Sequence[Tensor]) -> "_Launch | None":
+        """What a native copy of this bucket needs, on its way to the device; None where the plain copies run."""
+        if self._native is None:
+            return None
+        rows, chunks = piece_rows(bucket, tensors, self._entries)
+        run = slice(self._rows, self._rows + len(rows))
+        self._rows = run.stop
+        self._pinned[run] = torch.tensor(rows, dtype=torch.int64)
+        self._there[run].copy_(self._pinned[run], non_blocking=True)
+        return _Launch(self._there[run], chunks, ITEM_BYTES[self._entries[bucket.pieces[0].tensor].dtype])
 
     def gather(self, slot: Tensor, bucket: Bucket, sources: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
+        if self._native is not None:
+            sources = self._readable(bucket, sources)
+        launch = self.table(bucket, sources)
         end = self.watch.start(stream)
-        if self._native is None:
+        if launch is None:
             host.pack(slot, bucket, sources, self._entries, self._sums)
         else:
-            ready = self._readable(bucket, sources)
-            table, chunks = piece_rows(bucket, ready, self._entries)
-            self._native.gather(self._table.upload(table), self._sums, *self._rest(slot, bucket, chunks, stream))
+            self._native.gather(launch.rows, self._sums, slot.data_ptr(), *launch[1:], stream.cuda_stream)
         end.record(stream)
 
-    def scatter(self, slot: Tensor, bucket: Bucket, targets: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
+    def scatter(
+        self,
+        slot: Tensor,
+        bucket: Bucket,
+        targets: Sequence[Tensor],
+        launch: "_Launch | None",
+        stream: torch.cuda.Stream,
+    ) -> None:
         end = self.watch.start(stream)
-        if self._native is None:
+        if launch is None:
             host.scatter(slot, bucket, targets, self._entries, self._sums)
         else:
-            of_pieces = [targets[piece.tensor] for piece in bucket.pieces]
-            table, chunks = piece_rows(bucket, of_pieces, self._entries)
-            self._native.scatter(self._table.upload(table), self._sums, *self._rest(slot, bucket, chunks, stream))
+            self._native.scatter(launch.rows, self._sums, slot.data_ptr(), *launch[1:], stream.cuda_stream)
         end.record(stream)
 
     def fingerprints(self) -> list[int]:
@@ -114,17 +113,24 @@ class _Copies:
     def _readable(self, bucket: Bucket, sources: Sequence[Tensor]) -> list[Tensor]:
         """`sources` on this GPU, contiguous, in a dtype that the gather casts; each tensor is moved at most once."""
         made: dict[int, Tensor] = {}
+        ready: list[Tensor] = []
         for piece, source in zip(bucket.pieces, sources, strict=True):
-            if piece.tensor not in made:
-                moved = source.detach().to(self.device)
-                if not is_native_source(moved):
-                    moved = moved.to(host.TORCH_DTYPE[self._entries[piece.tensor].dtype]).contiguous()
-                made[piece.tensor] = moved
-        return [made[piece.tensor] for piece in bucket.pieces]
+            if source.device != self.device or not is_native_source(source):
+                if piece.tensor not in made:
+                    wire = host.TORCH_DTYPE[self._entries[piece.tensor].dtype]
+                    made[piece.tensor] = source.detach().to(self.device, wire).contiguous()
+                source = made[piece.tensor]
+            ready.append(source)
+        return ready
 
-    def _rest(self, slot: Tensor, bucket: Bucket, chunks: int, stream: torch.cuda.Stream) -> tuple[int, int, int, int]:
-        wire_item = ITEM_BYTES[self._entries[bucket.pieces[0].tensor].dtype]
-        return slot.data_ptr(), chunks, wire_item, stream.cuda_stream
+
+class _Launch(NamedTuple):
+    """The arguments of a native copy that do not depend on the slot."""
+
+    rows: Tensor
+    """[pieces, COLUMNS] int64 on the device."""
+    chunks: int
+    wire_item: int
 
 
 class CudaSenderSlots:
@@ -140,7 +146,7 @@ class CudaSenderSlots:
         _own_slots[self._handle] = self
 
     def begin(self, entries: Sequence[TensorEntry], buckets: Sequence[Bucket]) -> None:
-        self._copies.begin(entries, sum(len(bucket.pieces) for bucket in buckets))
+        self._copies.begin(entries, buckets)
 
     def pack(self, slot: int, bucket: Bucket, sources: Sequence[Tensor]) -> None:
         """Returns when the slot holds the bucket."""
@@ -179,6 +185,7 @@ class CudaReceiverSlots:
         self.device = device
         self._copies = _Copies(device)
         self._targets: Sequence[Tensor] = ()
+        self._launches: Sequence[_Launch | None] = ()
         self._stream = torch.cuda.Stream(device)
         self._opened: int | None = None
         if own := _own_slots.get(channel.memory_handle):
@@ -192,15 +199,21 @@ class CudaReceiverSlots:
         strange = [e.name for e, t in zip(entries, targets, strict=True) if t.device != self.device]
         if strange:
             raise DeviceMismatchError(f"{strange[0]} and {len(strange) - 1} more are not on the sender's GPU")
-        self._targets = [target.detach() for target in targets]
+        self._targets = targets
         torch.cuda.synchronize(self.device)  # what the engine still does with the old weights ends first
         with torch.cuda.stream(self._stream):
-            self._copies.begin(entries, sum(len(bucket.pieces) for bucket in buckets))
+            self._copies.begin(entries, buckets)
+            # Now, while the sender packs its first bucket.
+            self._launches = [
+                self._copies.table(bucket, [self._targets[piece.tensor] for piece in bucket.pieces])
+                for bucket in buckets
+            ]
 
-    def scatter(self, slot: int, bucket: Bucket) -> None:
+    def scatter(self, sequence: int, bucket: Bucket) -> None:
         """Returns when the parameters hold the bucket."""
+        view, launch = self._views[sequence % len(self._views)], self._launches[sequence]
         with torch.cuda.stream(self._stream):
-            self._copies.scatter(self._views[slot], bucket, self._targets, self._stream)
+            self._copies.scatter(view, bucket, self._targets, launch, self._stream)
             self._stream.synchronize()
 
     def fingerprints(self) -> list[int]:
@@ -212,7 +225,7 @@ class CudaReceiverSlots:
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
-        self._views, self._targets = [], ()
+        self._views, self._targets, self._launches = [], (), ()
         if self._opened is not None:
             cuda_memory.close_exported(self._opened, self.device)
             self._opened = None

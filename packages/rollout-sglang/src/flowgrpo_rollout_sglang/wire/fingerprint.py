@@ -16,7 +16,8 @@ It protects against faults, not against an adversary. `csrc` computes the same n
 """
 
 import hashlib
-from collections.abc import Iterable
+import struct
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -86,7 +87,7 @@ def piece_fingerprint(flat: Tensor, start: int = 0) -> Tensor:
     return total
 
 
-def digest(named: Iterable[tuple[str, int]]) -> str:
-    """One short text for all tensors: equal exactly if all names and fingerprints are; 16 hex digits."""
-    text = "".join(f"{name}\0{value}\n" for name, value in named)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+def digest(names: str, fingerprints: Sequence[int]) -> str:
+    """One short text for all tensors: their `ordered_name_shape_hash` and fingerprints; 16 hex digits."""
+    packed = struct.pack(f"<{len(fingerprints)}Q", *fingerprints)
+    return hashlib.blake2b(names.encode() + packed, digest_size=8).hexdigest()

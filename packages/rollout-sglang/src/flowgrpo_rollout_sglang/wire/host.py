@@ -152,9 +152,10 @@ class HostReceiverSlots:
         self._entries, self._targets = entries, targets
         self._sums = torch.zeros(len(entries), dtype=torch.int64)
 
-    def scatter(self, slot: int, bucket: Bucket) -> None:
+    def scatter(self, sequence: int, bucket: Bucket) -> None:
+        """Bucket number `sequence`, which lies in slot `sequence` mod slots."""
         started = time.perf_counter()
-        scatter(self.views[slot], bucket, self._targets, self._entries, self._sums)
+        scatter(self.views[sequence % len(self.views)], bucket, self._targets, self._entries, self._sums)
         self._seconds += time.perf_counter() - started
 
     def fingerprints(self) -> list[int]:

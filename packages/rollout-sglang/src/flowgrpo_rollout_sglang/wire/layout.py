@@ -4,7 +4,7 @@ A tensor starts at the next multiple of `ALIGN` bytes. What does not fit into th
 of the next one: a piece. Buckets are `bucket_bytes` long, the last one shorter.
 """
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from flowgrpo_rollout_sglang.wire.manifest import TensorEntry
@@ -36,12 +36,14 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def slot_bytes_for(tensors: Sequence[TensorEntry], bucket_size_mb: int) -> int:
+@lru_cache(maxsize=8)  # the same from sync to sync
+def slot_bytes_for(tensors: tuple[TensorEntry, ...], bucket_size_mb: int) -> int:
     """Bytes of one slot: the bucket size in MiB, or less where everything fits into less."""
     return min(bucket_size_mb * 2**20, sum(aligned(t.nbytes) for t in tensors))
 
 
-def bucket_layout(tensors: Sequence[TensorEntry], bucket_bytes: int) -> tuple[Bucket, ...]:
+@lru_cache(maxsize=8)
+def bucket_layout(tensors: tuple[TensorEntry, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
     """All buckets in the order of sending. `bucket_bytes`: a positive multiple of ALIGN, or ValueError."""
     if bucket_bytes <= 0 or bucket_bytes % ALIGN:
         raise ValueError(f"bucket_bytes must be a positive multiple of {ALIGN}, got {bucket_bytes}")

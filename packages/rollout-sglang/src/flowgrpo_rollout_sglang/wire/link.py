@@ -91,13 +91,23 @@ class Link:
         self.timeout_s = timeout_s
 
     def send(self, kind: bytes, sequence: int, payload: bytes = b"") -> None:
-        """Raises PeerLostError, PeerSilentError."""
+        """Raises PeerLostError, PeerSilentError, WeightSyncError (what the peer reported before it closed)."""
         try:
             self._connection.sendall(_HEADER.pack(kind, len(payload), sequence) + payload)
         except TimeoutError as error:
             raise PeerSilentError(f"took no message for {self.timeout_s:g} s") from error
         except OSError as error:
+            self._raise_reported()
             raise PeerLostError(f"closed the link ({error.strerror})") from error
+
+    def _raise_reported(self) -> None:
+        """Raises the WeightSyncError that the peer sent before it closed, if it did."""
+        with suppress(PeerLostError, PeerSilentError, ValueError):
+            while True:
+                kind, length, _ = _HEADER.unpack(self._read(_HEADER.size))
+                payload = self._read(min(length, _MAX_PAYLOAD))
+                if kind == b"FAIL":
+                    raise WeightSyncError.from_json(payload.decode())
 
     def receive(self, kind: bytes, sequence: int) -> bytes:
         """The payload of the next message, which must be this kind and number.

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -60,10 +61,34 @@ class TensorEntry(NamedTuple):
         return self.numel * ITEM_BYTES[self.dtype]
 
 
-def ordered_name_shape_hash(tensors: Iterable[TensorEntry]) -> str:
-    """SHA-256 over `name`, dtype and shape of each tensor in order; 64 hex digits."""
-    lines = (f"{t.name}\0{t.dtype}\0{','.join(map(str, t.shape))}\n" for t in tensors)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+@lru_cache(maxsize=8)  # the same from sync to sync
+def table_text(tensors: tuple[TensorEntry, ...]) -> str:
+    """One line for each tensor, in order: `name dtype 4,6`. What a manifest carries, and what its hash is of."""
+    return "".join([f"{name} {dtype} {','.join(map(str, shape))}\n" for name, shape, dtype in tensors])
+
+
+def ordered_name_shape_hash(tensors: tuple[TensorEntry, ...]) -> str:
+    """SHA-256 of `table_text`; 64 hex digits."""
+    return hashlib.sha256(table_text(tensors).encode()).hexdigest()
+
+
+class _Table(NamedTuple):
+    tensors: tuple[TensorEntry, ...]
+    total_bytes: int
+    hash: str
+
+
+@lru_cache(maxsize=8)  # the same from sync to sync
+def _read_table(text: str) -> _Table:
+    """Raises ManifestError, also for a shape that holds no whole numbers."""
+    lines = (line.split(" ") for line in text.splitlines())
+    try:
+        tensors = tuple(
+            TensorEntry(name, tuple(map(int, shape.split(","))) if shape else (), dtype) for name, dtype, shape in lines
+        )
+    except ValueError as error:
+        raise ManifestError(f"not a table of `name dtype shape` ({error}): {text[:80]!r}") from error
+    return _Table(tensors, _checked_bytes(tensors), hashlib.sha256(text.encode()).hexdigest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,19 +119,25 @@ class FullWeightManifest:
         wire_dtype: WireDtype = "bf16",
         base_version: int | None = None,
     ) -> Self:
-        """From (wire name, shape) in the order of sending. Raises ManifestError, naming every tensor at fault."""
-        tensors = tuple(TensorEntry(name, tuple(shape), wire_dtype) for name, shape in shapes)
+        """From (wire name, shape) in the order of sending. Raises ManifestError, naming every tensor at fault.
+
+        A wire name holds no white space.
+        """
+        entries = tuple(TensorEntry(name, tuple(shape), wire_dtype) for name, shape in shapes)
+        if strange := [entry.name for entry in entries if entry.name.split() != [entry.name]]:
+            raise ManifestError(f"a wire name must hold no white space, got {strange[0]!r}")
+        table = _read_table(table_text(entries))
         manifest = cls(
             version=version,
             mode=mode,
             wire_dtype=wire_dtype,
-            tensors=tensors,
+            tensors=table.tensors,
             base_version=base_version,
-            tensor_count=len(tensors),
-            total_bytes=sum(t.nbytes for t in tensors) if wire_dtype in ITEM_BYTES else 0,
-            ordered_name_shape_hash=ordered_name_shape_hash(tensors),
+            tensor_count=len(table.tensors),
+            total_bytes=table.total_bytes,
+            ordered_name_shape_hash=table.hash,
         )
-        _check(manifest)
+        _check(manifest, table)
         return manifest
 
     @property
@@ -121,26 +152,25 @@ class FullWeightManifest:
 
     def to_json(self) -> str:
         fields: dict[str, Any] = {name: getattr(self, name) for name in _SCALARS}
-        fields["tensors"] = [[t.name, list(t.shape), t.dtype] for t in self.tensors]
         fields["fingerprints"] = list(self.fingerprints) if self.fingerprints is not None else None
-        return json.dumps(fields, separators=(",", ":"))
+        return json.dumps(fields | {"tensors": table_text(self.tensors)})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Raises ManifestError if the text is cut, or its count, bytes or hash are not those of its tensors."""
         try:
             f = json.loads(text)
-            tensors = tuple(TensorEntry(name, tuple(shape), dtype) for name, shape, dtype in f["tensors"])
+            table = _read_table(f["tensors"])
             slots = f["fingerprints"]
             manifest = cls(
-                tensors=tensors,
+                tensors=table.tensors,
                 fingerprints=tuple(_whole(value) for value in slots) if slots is not None else None,
                 **{name: f[name] for name in _SCALARS},
             )
-            _check(manifest)
+            _check(manifest, table)
         except ManifestError:
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ManifestError(f"not a weight manifest ({error}): {text[:80]!r}") from error
         return manifest
 
@@ -162,38 +192,36 @@ def _whole(value: object) -> int:
     return value
 
 
-def _check(manifest: FullWeightManifest) -> None:
-    """Every rule a manifest must keep, whoever made it."""
-    tensors = manifest.tensors
+def _check(manifest: FullWeightManifest, table: _Table) -> None:
+    """Every rule a manifest must keep, whoever made it, beyond those of its table."""
     if _whole(manifest.version) < 1:
         raise ManifestError("version must be at least 1: 0 is what an engine starts with")
     if manifest.base_version is not None:
         _whole(manifest.base_version)
     if manifest.mode not in get_args(SyncMode):
         raise ManifestError(f"mode must be one of {get_args(SyncMode)}, got {manifest.mode!r}")
-    if strange := ({str(t.dtype) for t in tensors} | {str(manifest.wire_dtype)}) - set(get_args(WireDtype)):
-        raise ManifestError(f"wire dtype must be one of {get_args(WireDtype)}, got {sorted(strange)}")
-    total_bytes = _checked_bytes(tensors)
+    if manifest.wire_dtype not in ITEM_BYTES:
+        raise ManifestError(f"wire dtype must be one of {get_args(WireDtype)}, got {manifest.wire_dtype!r}")
     stated = (manifest.tensor_count, manifest.total_bytes, manifest.ordered_name_shape_hash)
-    actual = (len(tensors), total_bytes, ordered_name_shape_hash(tensors))
+    actual = (len(table.tensors), table.total_bytes, table.hash)
     if stated != actual:
         raise ManifestError(f"count, bytes and hash are stated as {stated} and are {actual}: some were lost")
-    if manifest.fingerprints is not None and len(manifest.fingerprints) != len(tensors):
-        raise ManifestError(f"{len(manifest.fingerprints)} fingerprints for {len(tensors)} tensors")
+    if manifest.fingerprints is not None and len(manifest.fingerprints) != len(table.tensors):
+        raise ManifestError(f"{len(manifest.fingerprints)} fingerprints for {len(table.tensors)} tensors")
 
 
 def _checked_bytes(tensors: Sequence[TensorEntry]) -> int:
-    """Bytes of all tensors, each of which must have a name of its own and a shape that can be sent."""
+    """Bytes of all tensors, each of which must have a name of its own, a wire dtype and a shape that can be sent."""
     if not tensors:
         raise ManifestError("no tensor to send")
-    if strange := [t.name for t in tensors if type(t.name) is not str]:
-        raise ManifestError(f"a tensor name must be a string, got {strange[0]!r}")
     names = [t.name for t in tensors]
     if len(set(names)) != len(names):
         twice = [name for name, count in Counter(names).items() if count > 1]
         raise ManifestError(f"names given more than once: {', '.join(twice)}")
-    if strange := [t.name for t in tensors if any(type(n) is not int or n < 1 for n in t.shape)]:
-        raise ManifestError(f"dimensions must be whole numbers of at least 1: {', '.join(strange)}")
+    if strange := {t.dtype for t in tensors} - set(ITEM_BYTES):
+        raise ManifestError(f"wire dtype must be one of {get_args(WireDtype)}, got {sorted(strange)}")
+    if empty := [t.name for t in tensors if any(n < 1 for n in t.shape)]:
+        raise ManifestError(f"dimensions must be at least 1: {', '.join(empty)}")
     sizes = [t.nbytes for t in tensors]
     if long := [t.name for t, nbytes in zip(tensors, sizes, strict=True) if nbytes > 4 * MAX_WORDS]:
         raise ManifestError(f"tensors above 16 GiB, which have no fingerprint: {', '.join(long)}")

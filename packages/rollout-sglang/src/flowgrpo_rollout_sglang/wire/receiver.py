@@ -216,7 +216,7 @@ class WeightReceiver:
         if missing := tuple(targets.keys() - set(manifest.names)):
             raise self._error(version, "names", "the engine needs them and the sender has none", tuple(sorted(missing)))
         pairs = [(entry, targets[entry.name]) for entry in manifest.tensors]
-        if wrong := tuple(e.name for e, t in pairs if tuple(t.shape) != e.shape):
+        if wrong := tuple(e.name for e, t in pairs if t.shape != e.shape):
             first = manifest.tensors[manifest.names.index(wrong[0])]
             what = f"{wrong[0]} is {first.shape} at the sender and {tuple(targets[wrong[0]].shape)} in the engine"
             raise self._error(version, "shape", what, wrong)
@@ -234,7 +234,7 @@ class WeightReceiver:
                 self._take_buckets(transaction, link, channel)
         except Exception as error:  # whatever it is, the engine must know that it may be half new
             failure = self._explained(transaction, error)
-            with suppress(PeerLostError, PeerSilentError):
+            with suppress(PeerLostError, PeerSilentError, WeightSyncError):
                 link.send(b"FAIL", 0, failure.to_json().encode())
             with self._lock:
                 self._end(transaction, failure)
@@ -248,7 +248,7 @@ class WeightReceiver:
         for sequence, bucket in enumerate(transaction.buckets):
             link.receive(b"FILL", sequence)
             transaction.written += 1
-            slots.scatter(sequence % channel.slots, bucket)
+            slots.scatter(sequence, bucket)
             link.send(b"DRAN", sequence)
         sealed = link.receive(b"SEAL", len(transaction.buckets))
         sent = struct.unpack(f"<{len(entries)}Q", sealed)
@@ -262,7 +262,7 @@ class WeightReceiver:
             tensors=len(entries),
             bytes=manifest.total_bytes,
             buckets=len(transaction.buckets),
-            digest=digest(zip(manifest.names, held, strict=True)),
+            digest=digest(manifest.ordered_name_shape_hash, held),
             changed=None if self._committed is None else held != self._committed,
             scatter_s=slots.seconds(),
         )

@@ -131,7 +131,7 @@ class WeightSender:
             bridge.close()
         self._bridges.clear()
 
-    def _bridge(self, engine: str, entries: Sequence[TensorEntry]) -> "_Bridge":
+    def _bridge(self, engine: str, entries: tuple[TensorEntry, ...]) -> "_Bridge":
         needed = slot_bytes_for(entries, self.bucket_size_mb)
         bridge = self._bridges.get(engine)
         if bridge is not None and (bridge.channel.slot_bytes < needed or not bridge.is_open()):
@@ -215,10 +215,11 @@ class _Sync:
         fingerprints = self._timed("transport", bridge.slots.fingerprints)
         self._seconds["pack"] = bridge.slots.seconds()
         link.send(b"SEAL", len(buckets), struct.pack(f"<{len(fingerprints)}Q", *fingerprints))
+        expected = digest(manifest.ordered_name_shape_hash, fingerprints)  # while the engine does the same
         verified = self._timed("verify", receiver.verify)
         for sequence in range(max(0, len(buckets) - SLOTS), len(buckets)):
             link.receive(b"DRAN", sequence)
-        self._check(verified, fingerprints)
+        self._check(verified, expected)
         return self._report(verified, time.perf_counter() - started)
 
     def _send_buckets(
@@ -248,17 +249,16 @@ class _Sync:
             raise self._error("stream", "the sender has fewer tensors than its manifest", missing)
         if name != entry.name:
             raise self._error("stream", f"the sender gave {name} where its manifest has {entry.name}", (entry.name,))
-        if tuple(tensor.shape) != entry.shape:
+        if tensor.shape != entry.shape:
             raise self._error("stream", f"{tuple(tensor.shape)} given, {entry.shape} in the manifest", (name,))
         if not tensor.is_floating_point():
             raise self._error("dtype", f"a weight must be of a float dtype, got {tensor.dtype}", (name,))
         self._sent += 1
         return tensor
 
-    def _check(self, verified: VerifyReport, fingerprints: Sequence[int]) -> None:
+    def _check(self, verified: VerifyReport, expected: str) -> None:
         """The receiver's own words against what was sent: it may be an engine that only says yes."""
         manifest = self._manifest
-        expected = digest(zip(manifest.names, fingerprints, strict=True))
         got = (verified.version, verified.tensors, verified.bytes, verified.digest)
         if got != (manifest.version, manifest.tensor_count, manifest.total_bytes, expected):
             raise self._error(
