@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
@@ -110,7 +110,7 @@ class RunProgress:
         self._live = None
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
+    def phase(self, name: str, total: int | None = None) -> Generator[Phase, None, None]:
         """Show that the run is in phase `name` (a key of PHASES, or words of your own) until the block ends."""
         before, self._phase = self._phase, Phase(name, total)
         try:

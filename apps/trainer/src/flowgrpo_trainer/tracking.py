@@ -98,20 +98,21 @@ class TensorBoardTracker:
 
     def __init__(self, events_dir: Path, resume_step: int = 0):
         """With `resume_step` above 0, TensorBoard hides what an earlier start logged from that step on."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        # Generated protobuf modules name their members at run time.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # ty: ignore[missing-module-member]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # ty: ignore[missing-module-member]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(events_dir))
         if resume_step > 0:
             started = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(step=resume_step, session_log=started, wall_time=time.time()))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(Event(step=step, summary=Summary(value=values), wall_time=time.time()))
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(step=step, summary=summary, wall_time=time.time()))
         self._writer.flush()
 
     def close(self) -> None:
@@ -124,7 +125,7 @@ class ClearMLTracker:
     def __init__(self, run_name: str, settings: Mapping[str, Any] | None = None, project: str = "flowgrpo"):
         if find_spec("clearml") is None:
             raise TrackerUnavailableError(*_clearml_is_missing())
-        from clearml import Task
+        from clearml import Task  # ty: ignore[import-not-found]
 
         self._task: Any = Task.init(
             project_name=project,

@@ -90,7 +90,7 @@ def curves_svg(
 
 def curves_css() -> str:
     """The style that `standalone` pictures carry, for a page with many of them."""
-    return files(__package__).joinpath("curves.css").read_text(encoding="utf-8")
+    return files("flowgrpo_trainer.report").joinpath("curves.css").read_text(encoding="utf-8")
 
 
 class _Plot:

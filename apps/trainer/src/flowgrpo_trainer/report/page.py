@@ -188,4 +188,4 @@ def _setting_text(value: Any) -> str:
 
 
 def _resource(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return files("flowgrpo_trainer.report").joinpath(name).read_text(encoding="utf-8")
