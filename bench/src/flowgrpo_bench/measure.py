@@ -117,7 +117,7 @@ def count_launches(call: Callable[..., Any], arguments: tuple) -> int:
     """Kernels, copies and fills that one call puts on the GPU, counted by the profiler."""
     call(*arguments)
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         call(*arguments)
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
