@@ -24,9 +24,9 @@ class ClipFeatures:
     """A frozen CLIP from a local folder. Features are float32 and of length 1 whatever the model's dtype."""
 
     def __init__(self, scorer: str, model_path: str | None, *, device: str, dtype: torch.dtype | None, hint: str):
-        from transformers import AutoTokenizer, CLIPModel
-
         folder = checked_folder(scorer, model_path, CLIP_FOLDER, hint)
+        from transformers import AutoTokenizer, CLIPModel  # seconds of import, for which a lack need not wait
+
         self.device = torch.device(device)
         self.dtype = dtype or default_dtype(device)
         model = CLIPModel.from_pretrained(folder, local_files_only=True, dtype=self.dtype)

@@ -1,8 +1,11 @@
 """How well the text that a prompt asks for can be read in the picture, by a real OCR model."""
 
+import os
 import re
+import threading
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -25,14 +28,15 @@ class OcrScorer(ImageScorer):
 
     components = ("ocr",)
 
-    def __init__(self, *, device: str = "cpu", read: Any = None):
-        """`read`: a function from uint8 [H, W, 3] to a list of texts; None loads RapidOCR (on the CPU, always)."""
+    def __init__(self, *, device: str = "cpu", read: Callable[[np.ndarray], list[str]] | None = None):
+        """`read`: texts of uint8 [H, W, 3], called from several threads; None is RapidOCR (on the CPU, always)."""
         self._read = read or rapid_ocr()
+        self._threads = ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0))), thread_name_prefix="ocr")
 
     def score_pixels(
         self, pictures: Sequence[np.ndarray], samples: Sequence[RewardSample]
     ) -> dict[str, list[float | ComponentResult]]:
-        return {"ocr": [self._score(*pair) for pair in zip(pictures, samples, strict=True)]}
+        return {"ocr": list(self._threads.map(self._score, pictures, samples))}
 
     def _score(self, picture: np.ndarray, sample: RewardSample) -> float | ComponentResult:
         expected = expected_text(sample.prompt, sample.metadata)
@@ -41,15 +45,23 @@ class OcrScorer(ImageScorer):
         return text_match(expected, " ".join(self._read(picture)))
 
 
-def rapid_ocr() -> Any:
-    """A reader on RapidOCR, whose models come inside the package (Apache-2.0); detection, then recognition."""
+def rapid_ocr() -> Callable[[np.ndarray], list[str]]:
+    """A reader on RapidOCR, whose models come inside the package (Apache-2.0); detection, then recognition.
+
+    Each thread has an engine of its own, of one thread: pictures in parallel are faster than one picture on many
+    cores, and an engine that spins on every core would starve the rest of the process.
+    """
     module = need_package("OcrScorer", "rapidocr", "flowgrpo-rewards[ocr]")
     need_package("OcrScorer", "onnxruntime", "flowgrpo-rewards[ocr]")
-    engine = module.RapidOCR(params={"Global.log_level": "warning", "Global.use_cls": False})
+    one_thread = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
+    settings = {"Global.log_level": "error", "Global.use_cls": False} | one_thread
+    engines = threading.local()
 
     def read(picture: np.ndarray) -> list[str]:
+        if not hasattr(engines, "mine"):
+            engines.mine = module.RapidOCR(params=settings)
         bgr = np.ascontiguousarray(picture[:, :, ::-1])  # OpenCV's order, which the models were trained in
-        return list(engine(bgr).txts or ())
+        return list(engines.mine(bgr).txts or ())
 
     return read
 

@@ -64,11 +64,11 @@ def samples_of(pictures: Sequence[Any], prompts: Sequence[str], **metadata: Any)
 
 
 def grid_of_samples(G: int, N: int, **metadata: Any) -> list[list[RewardSample]]:
-    """G groups of N samples with a small grey picture each: level 10 * group + slot."""
+    """G groups of N samples with a small grey picture each: level 10 * group + slot, modulo 256."""
     return [
         [
             RewardSample(
-                image=np.full((8, 8, 3), 10 * g + n, np.uint8),
+                image=np.full((8, 8, 3), (10 * g + n) % 256, np.uint8),
                 prompt=f"prompt {g}",
                 group_index=g,
                 slot=n,
