@@ -150,6 +150,7 @@ def checkpoints_of(
         constant={
             "task": task,
             "adapter": settings.model.model_adapter_path,
+            "model_revision": settings.model.model_revision,
             "sampling_fingerprint": settings.rollout.sampling_config.fingerprint(),
             "prompt_fingerprint": prompt_fingerprint,
             "rollout_seed": settings.rollout.rollout_seed,

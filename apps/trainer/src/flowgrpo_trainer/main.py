@@ -55,6 +55,13 @@ def report(words: Sequence[str]) -> int:
     return 0
 
 
+def export(words: Sequence[str]) -> int:
+    """`trainer export --form merged|adapter ...`: a checkpoint as files that others load."""
+    from flowgrpo_trainer import export as command
+
+    return command.export(words)
+
+
 def run(words: Sequence[str]) -> int:
     """`trainer [--recipe ...] [flags]`: trains, evaluates, writes the report."""
     settings, recipe = parse(words)
@@ -86,7 +93,7 @@ def _say_error(text: str, code: int) -> int:
     return code
 
 
-COMMANDS = {"run": run, "preflight": preflight, "report": report}
+COMMANDS = {"run": run, "preflight": preflight, "report": report, "export": export}
 
 if __name__ == "__main__":
     main()

@@ -175,3 +175,14 @@ class NotResumable(ActorError):
             f"checkpoint {self.path} cannot be resumed with these settings\n" + "\n".join(lines) + "\n"
             "fix: give the settings of the saved run, or leave --load out to start afresh"
         )
+
+
+class ExportError(ActorError):
+    """An export would not be what was trained: which folder, why, and what to do."""
+
+    def __init__(self, path: str, why: str, fix: str):
+        super().__init__(path, why, fix)
+        self.path, self.why, self.fix = path, why, fix
+
+    def __str__(self) -> str:
+        return f"cannot export {self.path}: {self.why}\nfix: {self.fix}"

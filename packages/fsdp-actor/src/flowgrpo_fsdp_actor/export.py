@@ -1,0 +1,251 @@
+"""From a committed checkpoint to files that others load: a merged transformer, or a PEFT adapter (C5).
+
+Tensors are read, merged and written one at a time, so memory stays near the largest tensor. What is exported
+is what was trained: an uncommitted checkpoint, a base of another hash, or a LoRA merge without a base is refused,
+and `verify_*` prove the result by a forward pass.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from flowgrpo_rollout_sglang.files import write_atomic
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree, read_documents
+from flowgrpo_fsdp_actor.contract import base_model_hash
+from flowgrpo_fsdp_actor.errors import ExportError
+
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+PREFIX = "model/"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed iteration, read tensor by tensor."""
+
+    folder: Path
+
+    @classmethod
+    def open(cls, save: Path, task: str, iteration: int | None) -> "Checkpoint":
+        """`iteration` None is the newest. Raises CheckpointError for one that is missing or uncommitted."""
+        tree = CheckpointTree(save, task)
+        checkpoint = cls(tree.iteration(tree.newest() if iteration is None else iteration))
+        _ = checkpoint.documents
+        return checkpoint
+
+    @cached_property
+    def documents(self) -> dict[str, Any]:
+        return read_documents(self.folder)
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        return self.documents["adapter_contract.json"]
+
+    @property
+    def is_lora(self) -> bool:
+        return self.contract["mode"] == "lora"
+
+    @cached_property
+    def _index(self) -> dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
+        """Trained weight -> its pieces: (file, offsets, sizes)."""
+        metadata = HuggingFaceStorageReader(str(self.folder / "fsdp")).read_metadata()
+        pieces: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {}
+        for index, stored in metadata.storage_data.items():
+            if index.fqn.startswith(PREFIX):
+                offset = tuple(index.offset or [0] * len(stored.shape))
+                pieces.setdefault(index.fqn.removeprefix(PREFIX), []).append(
+                    (stored.relative_path, offset, tuple(stored.shape))
+                )
+        return pieces
+
+    def names(self) -> list[str]:
+        return sorted(self._index)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, put together from every rank's piece."""
+        pieces = self._index[name]
+        rank = len(pieces[0][2])
+        shape = [max(offset[d] + size[d] for _, offset, size in pieces) for d in range(rank)]
+        whole: Tensor | None = None
+        for path, offset, size in pieces:
+            with safe_open(path, framework="pt") as file:
+                piece = file.get_tensor(PREFIX + name)
+            if list(size) == shape:
+                return piece
+            whole = torch.empty(shape, dtype=piece.dtype) if whole is None else whole
+            whole[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))] = piece
+        assert whole is not None
+        return whole
+
+
+def export_merged(checkpoint: Checkpoint, base: Path | None, output: Path, *, part: str = "transformer") -> None:
+    """A folder `output`/`part` that diffusers loads: the trained transformer in the base's own files and dtypes.
+
+    Under LoRA each target is W + alpha / rank * B A, computed in fp32 before the cast.
+
+    Raises:
+        ExportError: no base for a LoRA checkpoint; a base of another hash; weights that find no place in the base.
+    """
+    if base is None:
+        raise ExportError(
+            str(checkpoint.folder),
+            "a merged export needs the base model"
+            + (
+                ": the checkpoint holds the adapter alone" if checkpoint.is_lora else ", for its config and file layout"
+            ),
+            "add --base-model-path",
+        )
+    _check_base(checkpoint, base, part)
+    source, target = base / part, output / part
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.suffix == ".json":
+            shutil.copyfile(path, target / path.name)
+    trained = set(checkpoint.names())
+    used: set[str] = set()
+    merge = _lora_merger(checkpoint, used) if checkpoint.is_lora else _replacer(checkpoint, used)
+    for path in sorted(source.glob("*.safetensors")):
+        _rewrite(path, target / path.name, merge)
+    if unused := sorted(trained - used):
+        raise ExportError(
+            str(checkpoint.folder),
+            f"{len(unused)} trained tensors have no place in {source}: {unused[:3]}",
+            "check the base",
+        )
+
+
+def export_adapter(checkpoint: Checkpoint, output: Path, base: str = "") -> None:
+    """A PEFT adapter folder, with the same adapter beside it as diffusers' `load_lora_weights` reads it.
+
+    Raises ExportError for a checkpoint of full fine-tuning, which has no adapter.
+    """
+    contract = checkpoint.contract
+    if not checkpoint.is_lora:
+        raise ExportError(str(checkpoint.folder), "full fine-tuning has no adapter", "use --form merged")
+    output.mkdir(parents=True, exist_ok=True)
+    tensors = {name: checkpoint.read(name).contiguous() for name in checkpoint.names()}
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
+        "r": contract["lora_rank"],
+        "lora_alpha": contract["lora_alpha"],
+        "lora_dropout": contract["lora_dropout"],
+        "target_modules": contract["lora_target_modules"],
+        "bias": "none",
+        "inference_mode": True,
+    }
+    write_atomic(output / "adapter_config.json", lambda path: path.write_text(json.dumps(config, indent=2)))
+    for file, prefix, metadata in (
+        ("adapter_model.safetensors", "base_model.model.", {"format": "pt"}),
+        (
+            "pytorch_lora_weights.safetensors",
+            "transformer.",
+            {"format": "pt", "lora_adapter_metadata": json.dumps(_diffusers_metadata(config))},
+        ),
+    ):
+        named = {prefix + name: tensor for name, tensor in tensors.items()}
+        write_atomic(
+            output / file, lambda path, named=named, metadata=metadata: save_file(named, path, metadata=metadata)
+        )
+
+
+def _diffusers_metadata(config: dict[str, Any]) -> dict[str, Any]:
+    """What diffusers reads rank and alpha from; without it alpha would default to the rank, another policy."""
+    names = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias")
+    return {f"transformer.{name}": config[name] for name in names}
+
+
+def _check_base(checkpoint: Checkpoint, base: Path, part: str) -> None:
+    if not (base / part).is_dir():
+        raise ExportError(str(base), f"has no {part} folder", "name the folder of the base model")
+    revision = checkpoint.documents["trainer_state.json"].get("model_revision")
+    found, saved = base_model_hash(base, revision, part), checkpoint.contract["base_model_hash"]
+    if found != saved:
+        raise ExportError(
+            str(base),
+            f"is not the model that was trained: hash {found[:12]}, the checkpoint says {saved[:12]}",
+            "use that model",
+        )
+
+
+def _lora_merger(checkpoint: Checkpoint, used: set[str]) -> Callable[[str, Tensor], Tensor]:
+    """name, base weight -> merged weight, in the base's dtype."""
+    names = set(checkpoint.names())
+    scale = checkpoint.contract["lora_alpha"] / checkpoint.contract["lora_rank"]
+
+    def merge(name: str, weight: Tensor) -> Tensor:
+        stem = name.removesuffix(".weight")
+        a, b = f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+        if not name.endswith(".weight") or a not in names:
+            return weight
+        used.update((a, b))
+        delta = checkpoint.read(b).float() @ checkpoint.read(a).float()
+        return (weight.float() + scale * delta).to(weight.dtype)
+
+    return merge
+
+
+def _replacer(checkpoint: Checkpoint, used: set[str]) -> Callable[[str, Tensor], Tensor]:
+    names = set(checkpoint.names())
+
+    def replace(name: str, weight: Tensor) -> Tensor:
+        if name not in names:
+            raise ExportError(str(checkpoint.folder), f"does not hold {name}, which the base has", "check the base")
+        used.add(name)
+        return checkpoint.read(name).to(weight.dtype)
+
+    return replace
+
+
+def _rewrite(source: Path, target: Path, change: Callable[[str, Tensor], Tensor]) -> None:
+    """`source` with every tensor passed through `change`; shapes and dtypes stay, so its header can be kept."""
+
+    def write(temporary: Path) -> None:
+        with safe_open(source, framework="pt") as file, open(temporary, "wb") as out:
+            shapes = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            header = _header(shapes, file.metadata())
+            out.write(len(header).to_bytes(8, "little"))
+            out.write(header)
+            for name in shapes:
+                tensor = change(name, file.get_tensor(name)).contiguous()
+                out.write(
+                    tensor.view(torch.uint8).numpy().tobytes()
+                    if tensor.ndim
+                    else tensor[None].view(torch.uint8).numpy().tobytes()
+                )
+
+    write_atomic(target, write)
+
+
+def _header(slices: dict[str, Any], metadata: dict[str, str] | None) -> bytes:
+    """A safetensors header: names, dtypes, shapes and offsets, in the order of writing."""
+    sizes = {"F32": 4, "BF16": 2, "F16": 2}
+    entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    start = 0
+    for name, part in slices.items():
+        count = 1
+        for length in part.get_shape():
+            count *= length
+        end = start + count * sizes[part.get_dtype()]
+        entries[name] = {"dtype": part.get_dtype(), "shape": part.get_shape(), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def changed_tensors(exported: Path, base: Path, part: str = "transformer") -> Iterator[str]:
+    """Names whose values differ between two transformer folders of the same files."""
+    for path in sorted((base / part).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as old, safe_open(exported / part / path.name, framework="pt") as new:
+            for name in old.keys():  # noqa: SIM118 (not a dict)
+                if not torch.equal(old.get_tensor(name), new.get_tensor(name)):
+                    yield name
