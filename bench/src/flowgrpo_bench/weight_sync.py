@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from flowgrpo_rollout_sglang.wire import SyncReport, WeightReceiver, WeightSender, cuda_memory
+from flowgrpo_rollout_sglang.wire.manifest import SyncMode
 from flowgrpo_rollout_sglang.wire.testing import PipeClient, serve, start_process
 from torch import Tensor
 
@@ -83,7 +84,7 @@ def checksum(tensors: dict[str, Tensor]) -> int:
 class SyncPair:
     """This process's weights, and the process that gets them."""
 
-    def __init__(self, shapes: Shapes, device: str, mode: str):
+    def __init__(self, shapes: Shapes, device: str, mode: SyncMode):
         self.device, self.mode = device, mode
         self.memory, self.tensors = flat_weights(shapes, device)
         process, connection = start_process(_receiver_main, shapes, device)

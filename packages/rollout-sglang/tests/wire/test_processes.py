@@ -122,6 +122,15 @@ def test_a_sender_killed_between_buckets_leaves_an_engine_that_refuses_until_the
     assert holds(receiver, 2)
 
 
+def test_after_a_killed_sender_the_next_one_need_not_wait_or_ask():
+    receiver = local_receiver()
+    process = stuck_sender(receiver, 6, 1)
+    process.kill()
+    process.join()
+    sync(new_sender(), receiver, 1)
+    assert holds(receiver, 1)
+
+
 def test_a_sender_killed_before_its_first_bucket_leaves_the_old_version_served():
     receiver = local_receiver()
     sync(new_sender(), receiver, 1)

@@ -7,6 +7,25 @@ checked), `link` (how two processes share buckets), `sender`, `receiver`, `lora`
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what the names below are; at run time each comes from its module when it is asked for
+    from .errors import WeightSyncError as WeightSyncError
+    from .link import Channel as Channel
+    from .lora import lora_merged as lora_merged
+    from .manifest import FullWeightManifest as FullWeightManifest
+    from .manifest import ManifestError as ManifestError
+    from .manifest import TensorEntry as TensorEntry
+    from .manifest import strip_transport_wrappers as strip_transport_wrappers
+    from .receiver import WeightReceiver as WeightReceiver
+    from .report import SyncReport as SyncReport
+    from .report import VerifyReport as VerifyReport
+    from .sender import WeightReceiverClient as WeightReceiverClient
+    from .sender import WeightSender as WeightSender
+    from .shards import Shard as Shard
+    from .shards import even_shard as even_shard
+    from .shards import sharded as sharded
+    from .shards import sharded_shapes as sharded_shapes
 
 _HOME = {
     "Channel": "link",

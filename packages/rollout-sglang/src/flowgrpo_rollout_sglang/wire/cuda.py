@@ -49,7 +49,7 @@ class _Copies:
     """Gather and scatter of one transaction, native where it can be."""
 
     def __init__(self, device: torch.device):
-        self._native = native.load()
+        self._is_native = native.load() is not None
         self.device = device
         self._sums = torch.zeros(0, dtype=torch.int64, device=device)
         self._entries: Sequence[TensorEntry] = ()
@@ -65,13 +65,13 @@ class _Copies:
         self._sums = torch.zeros(len(entries), dtype=torch.int64, device=self.device)
         self.watch.restart()
         pieces = sum(len(bucket.pieces) for bucket in buckets)
-        if self._native is not None and self._pinned.shape[0] < pieces:
+        if self._is_native and self._pinned.shape[0] < pieces:
             self._pinned = torch.empty(pieces, COLUMNS, dtype=torch.int64, pin_memory=True)
             self._there = torch.empty(pieces, COLUMNS, dtype=torch.int64, device=self.device)
 
     def table(self, bucket: Bucket, tensors: Sequence[Tensor]) -> "_Launch | None":
         """What a native copy of this bucket needs, on its way to the device; None where the plain copies run."""
-        if self._native is None:
+        if not self._is_native:
             return None
         rows, chunks = piece_rows(bucket, tensors, self._entries)
         run = slice(self._rows, self._rows + len(rows))
@@ -81,14 +81,14 @@ class _Copies:
         return _Launch(self._there[run], chunks, ITEM_BYTES[self._entries[bucket.pieces[0].tensor].dtype])
 
     def gather(self, slot: Tensor, bucket: Bucket, sources: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
-        if self._native is not None:
+        if self._is_native:
             sources = self._readable(bucket, sources)
         launch = self.table(bucket, sources)
         end = self.watch.start(stream)
         if launch is None:
             host.pack(slot, bucket, sources, self._entries, self._sums)
         else:
-            self._native.gather(launch.rows, self._sums, slot.data_ptr(), *launch[1:], stream.cuda_stream)
+            _operators().gather(launch.rows, self._sums, slot.data_ptr(), *launch[1:], stream.cuda_stream)
         end.record(stream)
 
     def scatter(
@@ -103,7 +103,7 @@ class _Copies:
         if launch is None:
             host.scatter(slot, bucket, targets, self._entries, self._sums)
         else:
-            self._native.scatter(launch.rows, self._sums, slot.data_ptr(), *launch[1:], stream.cuda_stream)
+            _operators().scatter(launch.rows, self._sums, slot.data_ptr(), *launch[1:], stream.cuda_stream)
         end.record(stream)
 
     def fingerprints(self) -> list[int]:
@@ -122,6 +122,10 @@ class _Copies:
                 source = made[piece.tensor]
             ready.append(source)
         return ready
+
+
+def _operators() -> Any:
+    return native.load()  # cached, and not None where a launch was made ready
 
 
 class _Launch(NamedTuple):

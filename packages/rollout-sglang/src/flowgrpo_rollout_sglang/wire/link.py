@@ -125,17 +125,15 @@ class Link:
         return payload
 
     def is_open(self) -> bool:
-        """False once the other end has closed; does not block, and takes no message."""
+        """False once the other end has closed; does not block, and takes no message, also while a thread reads."""
         try:
-            self._connection.setblocking(False)
-            return self._connection.recv(1, socket.MSG_PEEK) != b""
+            with self._connection.dup() as probe:
+                probe.setblocking(False)
+                return probe.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
             return True
         except OSError:
             return False
-        finally:
-            if self._connection.fileno() >= 0:
-                self._connection.settimeout(self.timeout_s)
 
     def close(self) -> None:
         """Wakes a read that waits on either end. Safe to call twice."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, cast, get_args
 
 WireDtype = Literal["bf16", "fp32"]
 SyncMode = Literal["full", "adapter"]
@@ -84,7 +84,8 @@ def _read_table(text: str) -> _Table:
     lines = (line.split(" ") for line in text.splitlines())
     try:
         tensors = tuple(
-            TensorEntry(name, tuple(map(int, shape.split(","))) if shape else (), dtype) for name, dtype, shape in lines
+            TensorEntry(name, tuple(map(int, shape.split(","))) if shape else (), cast(WireDtype, dtype))
+            for name, dtype, shape in lines
         )
     except ValueError as error:
         raise ManifestError(f"not a table of `name dtype shape` ({error}): {text[:80]!r}") from error

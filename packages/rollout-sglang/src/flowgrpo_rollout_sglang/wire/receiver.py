@@ -11,7 +11,7 @@ that says so. It still reports its old version number, and any later complete tr
 
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -91,7 +91,7 @@ class WeightReceiver:
                 raise self._error(self._open.manifest.version, "busy", "a weight transaction is open")
 
     @contextmanager
-    def serving(self) -> Iterator[int]:
+    def serving(self) -> Generator[int]:
         """Around a generation: yields the version it is made with; `begin` is refused meanwhile."""
         with self._lock:
             self.ensure_serving()
@@ -119,8 +119,8 @@ class WeightReceiver:
             to = Channel.from_json(channel)
         except ValueError as error:
             raise self._error(wanted.version, "manifest", str(error)) from error
+        self._drop_orphan()
         with self._lock:
-            self._drop_orphan()
             self._check_state(wanted)
             targets = self._resolved(wanted)
             try:
@@ -209,7 +209,7 @@ class WeightReceiver:
     def _resolved(self, manifest: FullWeightManifest) -> list[Tensor]:
         """The target of each tensor, in order, or an error that names all tensors at fault."""
         version = manifest.version
-        targets = self._targets() if callable(self._targets) else self._targets
+        targets = self._targets if isinstance(self._targets, Mapping) else self._targets()
         if unknown := tuple(name for name in manifest.names if name not in targets):
             hint = "the engine's names come from its targets, the sender's through strip_transport_wrappers"
             raise self._error(version, "names", "the engine does not know them", unknown, hint)
@@ -294,11 +294,16 @@ class WeightReceiver:
         self._disconnect()
 
     def _drop_orphan(self) -> None:
-        """Ends a verified transaction whose sender has gone: nobody is left to commit it."""
-        transaction = self._open
-        if transaction is not None and transaction.report is not None and not (self._link and self._link.is_open()):
-            what = "the sender ended before the commit"
-            self._end(transaction, self._error(transaction.manifest.version, "peer_lost", what))
+        """Ends a transaction whose sender has gone, so that it does not stand in the next one's way."""
+        with self._lock:
+            transaction, link = self._open, self._link
+        if transaction is None or (link is not None and link.is_open()):
+            return
+        transaction.thread.join()  # it meets the end of the link, unless it had verified before
+        with self._lock:
+            if self._open is transaction:
+                what = "the sender ended before the commit"
+                self._end(transaction, self._error(transaction.manifest.version, "peer_lost", what))
 
     def _connect(self, channel: Channel) -> None:
         if self._link is not None and self._link_id == channel.link and self._link.is_open():
