@@ -52,6 +52,13 @@ def init_process_group(
         _watch_for_failures(rank, store.clone())
 
 
+def init_lone_process_group(device: str) -> None:
+    """A group of one, where none was initialised: FSDP2 wants one even then. No socket is opened."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 @contextmanager
 def fail_together(phase: str) -> Iterator[None]:
     """Whatever is raised inside ends every rank: here with the error itself, elsewhere with `RankFailed`.

@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from flowgrpo_fsdp_actor.adapters.base import GenerativeModelAdapter, TrainModel
 from flowgrpo_fsdp_actor.config import ActorConfig
+from flowgrpo_fsdp_actor.distributed import init_lone_process_group
 from flowgrpo_fsdp_actor.lora import check_trainable_boundary, initial_lora, inject_lora, is_lora
 from flowgrpo_fsdp_actor.names import strip_transport_wrappers
 
@@ -68,6 +69,8 @@ def _shard(config: ActorConfig, model: TrainModel, world_size: int) -> list[FSDP
     """`fully_shard` on every block and on the rest. Returns the units, none where nothing is sharded."""
     if not is_sharded(config, world_size):
         return []
+    if world_size == 1:
+        init_lone_process_group(config.device)
     module = model.module
     compute = DTYPES[config.fsdp_param_dtype]
     mixed = config.master_dtype != config.fsdp_param_dtype
