@@ -73,6 +73,7 @@ def test_a_manifest_that_lost_a_tensor_is_refused():
         {"version": 0},
         {"mode": "delta"},
         {"wire_dtype": "fp16"},
+        {"wire_dtype": "fp32"},  # while its tensors are in bf16
         {"tensors": "a bf16 -1"},
         {"tensors": "a bf16 2,0"},
         {"tensors": "a bf16 2.5"},

@@ -149,6 +149,14 @@ def test_a_wire_dtype_that_the_parameters_cannot_hold_is_refused_before_a_byte_m
     receiver.ensure_serving()
 
 
+def test_two_names_on_the_same_memory_are_refused_before_a_byte_moves(sender):
+    fused = torch.zeros(10, 4, dtype=torch.bfloat16)
+    receiver = WeightReceiver({"q": fused[:6], "k": fused[5:]}, "engine")
+    error = failure(sync, sender, weights(shapes={"q": (6, 4), "k": (5, 4)}), receiver, 1)
+    assert (error.reason, set(error.tensors)) == ("names", {"q", "k"})
+    receiver.ensure_serving()
+
+
 def test_a_manifest_with_a_name_twice_is_refused_by_the_engine(sender):
     receiver = WeightReceiver(parameters(), "engine")
     fields = json.loads(manifest_of(sender, weights(), 1).to_json())

@@ -203,6 +203,10 @@ def _check(manifest: FullWeightManifest, table: _Table) -> None:
         raise ManifestError(f"mode must be one of {get_args(SyncMode)}, got {manifest.mode!r}")
     if manifest.wire_dtype not in ITEM_BYTES:
         raise ManifestError(f"wire dtype must be one of {get_args(WireDtype)}, got {manifest.wire_dtype!r}")
+    if strange := {t.dtype for t in table.tensors} - {manifest.wire_dtype}:
+        raise ManifestError(
+            f"tensors in {sorted(strange)} under wire dtype {manifest.wire_dtype}: a sync has one dtype"
+        )
     stated = (manifest.tensor_count, manifest.total_bytes, manifest.ordered_name_shape_hash)
     actual = (len(table.tensors), table.total_bytes, table.hash)
     if stated != actual:
