@@ -3,7 +3,7 @@
     python make.py OUT_FOLDER [--device cuda] [--seed 0] [--smoke]
 
 The folder's path must contain `qwen-image`, by which SGLang knows the family. Beside the folder's own parts this
-writes the curves (`--log-dir`): loss_curve.csv, vae_curve.csv, samples.png and summary.json.
+writes to `--log-dir` the curves (vae_curve and loss_curve, CSV and PNG), samples.png and summary.json.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from captions import caption_odds
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 from flowgrpo_rewards.shapes import all_specs, render, score_pixels
 from PIL import Image
+from plot import plot
 from text import make_text_encoder, make_tokenizer
 from torch import Tensor
 from transformer import new_scheduler, new_transformer, pack, sample, train_transformer, unpack
@@ -64,11 +65,14 @@ def main() -> None:
     _forget_this_machine(args.out)
 
     result = evaluate(transformer, vae, text, pictures_file=args.log_dir / "samples.png")
-    if vae_curve:
-        _write_csv(args.log_dir / "vae_curve.csv", vae_curve)
-    _write_csv(args.log_dir / "loss_curve.csv", curve)
+    for name, rows, column in (("vae_curve", vae_curve, "psnr_db"), ("loss_curve", curve, "loss")):
+        if rows:
+            _write_csv(args.log_dir / f"{name}.csv", rows)
+            plot(args.log_dir / f"{name}.csv", column, args.log_dir / f"{name}.png")
     summary = {"seed": args.seed, "device": _device_name(args.device), "seconds": round(time.time() - started, 1)}
-    summary |= {name: getattr(args, name) for name in ("pictures", "vae_steps", "steps", "batch", "wrong", "empty")}
+    summary |= {name: getattr(args, name) for name in ("pictures", "steps", "batch", "wrong", "empty")}
+    if vae_curve:
+        summary["vae_steps"] = args.vae_steps
     summary |= {"vae_psnr_db": round(psnr(vae, picture_BCHW[:1024]), 2), "loss": curve[-1]["loss"], **result}
     (args.log_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary), flush=True)
@@ -167,12 +171,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pictures", type=int, default=36_000, help="rendered once, a multiple of 120")
-    parser.add_argument("--vae-steps", type=int, default=4000)
+    parser.add_argument("--vae-steps", type=int, default=2500)
     parser.add_argument("--vae-batch", type=int, default=128)
     parser.add_argument("--vae", type=Path, help="folder of a VAE made before, to skip its training")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--wrong", type=float, default=0.5, help="share of captions with one wrong attribute")
+    parser.add_argument("--wrong", type=float, default=0.65, help="share of captions with one wrong attribute")
     parser.add_argument("--empty", type=float, default=0.05, help="share of pictures without a caption")
     parser.add_argument("--smoke", action="store_true", help="seconds instead of minutes, for a dry run")
     args = parser.parse_args()
