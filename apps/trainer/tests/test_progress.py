@@ -112,7 +112,7 @@ with RunProgress(4) as progress:
                 words = f"printf 'child-{k}-{where}\\\\nsecond-' >&{where}; printf '{k}-{where}\\\\n' >&{where}"
                 subprocess.run(["sh", "-c", words])
             print(f"python-{k}")
-            progress._live.refresh()
+            progress._refresh()
             phase.advance()
         progress.rollout_done(k, {"reward/mean": 0.5})
     if len(sys.argv) > 1:
@@ -159,3 +159,34 @@ def test_an_error_ends_the_display_and_its_traceback_is_shown_below():
     assert "RuntimeError: boom" in shown
     assert shown.rindex("Rollout") < shown.rindex("Traceback")
     assert written.rstrip().endswith("boom")
+
+
+CLOSED_WINDOW_RUN = """
+import subprocess, sys
+from pathlib import Path
+from flowgrpo_trainer.progress import RunProgress
+with RunProgress(2) as progress:
+    progress.note("begun")
+    sys.stdin.readline()
+    for k in range(2):
+        subprocess.run(["head", "-c", "200000", "/dev/zero"], check=True)  # more than a pipe holds
+        print("x" * 1000, flush=True)
+        progress.note("still here")
+        progress._refresh()
+        progress.rollout_done(k, {})
+Path(sys.argv[1]).write_text("done")
+"""
+
+
+def test_a_run_goes_on_when_its_terminal_is_closed(tmp_path):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", CLOSED_WINDOW_RUN, tmp_path / "result"]
+    environment = os.environ | {"TERM": "xterm-256color"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, env=environment, text=True)
+    os.close(theirs)
+    written = b""
+    while b"begun" not in written:
+        written += os.read(ours, 65536)
+    os.close(ours)
+    process.communicate("go on\n", timeout=60)
+    assert (tmp_path / "result").read_text() == "done"

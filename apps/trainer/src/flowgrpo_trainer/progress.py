@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 
 from rich.ansi import AnsiDecoder
@@ -73,7 +73,6 @@ class RunProgress:
         self.total = total_rollouts
         self.done = first_rollout
         self._silent = silent
-        self._stack = ExitStack()
         self._capture: TerminalCapture | None = None
         if console is None and not silent and _on_terminal():
             self._capture = TerminalCapture(self._foreign_line)
@@ -84,30 +83,52 @@ class RunProgress:
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._last_done = time.monotonic()
         self._last = self._first = self._eval = ""
-        self._closed = False
+        self._closed = threading.Event()
+        self._drawing = threading.Lock()  # two threads that draw at once would move the cursor under each other
         self._decode = AnsiDecoder().decode_line
 
     def __enter__(self) -> "RunProgress":
         self._last_done = time.monotonic()
         if not self._silent and self._console.is_terminal and not self._console.is_dumb_terminal:
-            if self._capture is not None:
-                self._stack.enter_context(self._capture)
             self._live = Live(
                 get_renderable=self._render,
                 console=self._console,
-                refresh_per_second=REFRESHES_PER_SECOND,
+                auto_refresh=False,  # `_keep_fresh` draws, under our lock
                 redirect_stdout=self._capture is None,
                 redirect_stderr=self._capture is None,
             )
-            self._stack.enter_context(self._live)
+            self._live.start(refresh=True)
+            self._refresher = threading.Thread(target=self._keep_fresh, name="progress", daemon=True)
+            self._refresher.start()
+            if self._capture is not None:
+                self._capture.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._closed = True
-        self._stack.close()
+        self._closed.set()
+        if self._live is None:
+            return
+        if self._capture is not None:
+            self._capture.__exit__(kind, error, trace)  # first: what children wrote belongs above the last frame
+        self._refresher.join()
+        with self._drawing, self._terminal_may_be_gone():
+            self._live.stop()
         self._live = None
+
+    def _keep_fresh(self) -> None:
+        while not self._closed.wait(1 / REFRESHES_PER_SECOND):
+            self._refresh()
+
+    def _refresh(self) -> None:
+        with self._drawing, self._terminal_may_be_gone():
+            if self._live is not None:
+                self._live.refresh()
+
+    def _terminal_may_be_gone(self) -> AbstractContextManager[None]:
+        """A run outlives the window that it was started in: what it says is in the run folder too."""
+        return nullcontext() if self._capture is None else suppress(OSError)
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Generator[Phase, None, None]:
@@ -149,7 +170,8 @@ class RunProgress:
         self._print(self._decode(line))
 
     def _print(self, text: Text) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False)
+        with self._drawing, self._terminal_may_be_gone():
+            self._console.print(text, soft_wrap=True, highlight=False)
 
     # -- the display -------------------------------------------------------------------------------------------
 
@@ -163,7 +185,7 @@ class RunProgress:
             ProgressBar(total=max(self.total, 1), completed=self.done, width=24),
             Text(self._time_left()),
         )
-        lines = [] if self._closed else [f"now       {self._now()}"]
+        lines = [] if self._closed.is_set() else [f"now       {self._now()}"]
         if self._last:
             lines.append(f"reward    {self._last}" + (f"   (first: {self._first})" if self.done > 1 else ""))
         if self._eval:

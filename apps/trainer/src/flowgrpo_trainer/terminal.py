@@ -22,7 +22,8 @@ class TerminalCapture:
     """While entered, what any process writes to this terminal's stdout or stderr goes to `on_line` instead.
 
     `terminal` is the real terminal. Only descriptors that are terminals are taken: a stderr sent to a file stays
-    there. Children that outlive the capture keep the pipe; a daemon thread passes their output on.
+    there. On exit both descriptors are the terminal again and every line written so far has been handed over;
+    children that outlive the capture keep the pipe, so `on_line` must go on working.
     """
 
     def __init__(self, on_line: Callable[[str], None]):
@@ -30,7 +31,6 @@ class TerminalCapture:
         self._taken: dict[int, int] = {}  # descriptor -> the terminal that it was
         self._lock = threading.RLock()
         self._rest = b""
-        self._active = False
         first = next(fd for fd in (1, 2) if os.isatty(fd))
         self._terminal_fd = os.dup(first)
         self.terminal: TextIO = os.fdopen(os.dup(self._terminal_fd), "w", encoding="utf-8", errors="replace")
@@ -43,7 +43,6 @@ class TerminalCapture:
                 self._taken[fd] = os.dup(fd)
                 os.dup2(write_fd, fd)
         os.close(write_fd)
-        self._active = True
         self._faults = faulthandler.is_enabled()
         if self._faults:  # a crash report must not die in our pipe
             faulthandler.enable(self._terminal_fd)
@@ -63,7 +62,6 @@ class TerminalCapture:
             while self._readable(0.0) and self._read_once():
                 pass
             self._show_rest()
-            self._active = False
 
     def _pump(self) -> None:
         while True:
@@ -80,9 +78,6 @@ class TerminalCapture:
 
     def _read_once(self) -> bool:
         data = os.read(self._read_fd, 1 << 16)
-        if not self._active:
-            os.write(self._terminal_fd, data)
-            return bool(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._on_line(line.decode(errors="replace").rstrip("\r"))
