@@ -75,7 +75,7 @@ class RunProgress:
         self._silent = silent
         self._capture: TerminalCapture | None = None
         if console is None and not silent and _on_terminal():
-            self._capture = TerminalCapture(self._foreign_line)
+            self._capture = TerminalCapture(self._foreign_lines)
             console = Console(file=self._capture.terminal, force_terminal=True)
         self._console = console or Console()
         self._live: Live | None = None
@@ -166,8 +166,8 @@ class RunProgress:
         """Print a line above the display. Control characters in it are dropped: it may quote a prompt."""
         self._print(Text(_CONTROL.sub("", text)))
 
-    def _foreign_line(self, line: str) -> None:
-        self._print(self._decode(line))
+    def _foreign_lines(self, lines: list[str]) -> None:
+        self._print(Text("\n").join(self._decode(line) for line in lines))
 
     def _print(self, text: Text) -> None:
         with self._drawing, self._terminal_may_be_gone():

@@ -19,15 +19,15 @@ FLUSH_SECONDS = 0.5  # a line without an end (a prompt, a progress bar) shows af
 
 
 class TerminalCapture:
-    """While entered, what any process writes to this terminal's stdout or stderr goes to `on_line` instead.
+    """While entered, what any process writes to this terminal's stdout or stderr goes to `on_lines` instead.
 
     `terminal` is the real terminal. Only descriptors that are terminals are taken: a stderr sent to a file stays
     there. On exit both descriptors are the terminal again and every line written so far has been handed over;
-    children that outlive the capture keep the pipe, so `on_line` must go on working.
+    children that outlive the capture keep the pipe, so `on_lines` must go on working.
     """
 
-    def __init__(self, on_line: Callable[[str], None]):
-        self._on_line = on_line
+    def __init__(self, on_lines: Callable[[list[str]], None]):
+        self._on_lines = on_lines
         self._taken: dict[int, int] = {}  # descriptor -> the terminal that it was
         self._lock = threading.RLock()
         self._rest = b""
@@ -79,14 +79,14 @@ class TerminalCapture:
     def _read_once(self) -> bool:
         data = os.read(self._read_fd, 1 << 16)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._on_line(line.decode(errors="replace").rstrip("\r"))
+        if lines:  # all that came in one read together: a redraw a line would slow a talkative child
+            self._on_lines([line.decode(errors="replace").rstrip("\r") for line in lines])
         return bool(data)
 
     def _show_rest(self) -> None:
         if self._rest:
             rest, self._rest = self._rest, b""
-            self._on_line(rest.decode(errors="replace").rstrip("\r"))
+            self._on_lines([rest.decode(errors="replace").rstrip("\r")])
 
 
 def _flush_std() -> None:
