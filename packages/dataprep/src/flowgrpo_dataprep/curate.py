@@ -25,7 +25,7 @@ from flowgrpo_dataprep.lines import CHUNK_BYTES, Chunk, chunk_lines, chunks, lin
 from flowgrpo_dataprep.prepare import OnError, input_files
 from flowgrpo_dataprep.progress import Progress
 from flowgrpo_dataprep.records import media_of, parse_record, resolve_media
-from flowgrpo_dataprep.spill import SpilledRows, first_of_each
+from flowgrpo_dataprep.spill import BUCKETS, SMALL_BYTES, SpilledRows, first_of_each
 from flowgrpo_dataprep.text import content_key, count_words, folded, id_key
 from flowgrpo_dataprep.writing import written_whole
 
@@ -103,7 +103,7 @@ def curate(config: CurateConfig, *, quiet: bool = True, chunk_bytes: int = CHUNK
     with tempfile.TemporaryDirectory(prefix="curate-") as folder:
         shares = _hash_all(parts, config, Path(folder), report, Progress("curate 1/2", size, quiet=quiet))
         sides = np.zeros(report.read, dtype=np.uint8)
-        ids = SpilledRows(Path(folder), "id", words=3)
+        ids = SpilledRows(Path(folder), "id", words=3, buckets=_buckets(parts))
         report.duplicates = _keep_first(shares, sides, ids)
         held_out = _held_out(ids, config, kept=int(np.count_nonzero(sides)), inputs=inputs, parts=parts)
         sides[held_out.astype(np.int64)] = EVAL
@@ -132,7 +132,7 @@ class _Share:
 def _hash_all(
     parts: list[Chunk], config: CurateConfig, folder: Path, report: CurateReport, progress: Progress
 ) -> list[_Share]:
-    work = partial(_hash_chunk, config=config, folder=folder)
+    work = partial(_hash_chunk, config=config, folder=folder, buckets=_buckets(parts))
     workers = min(config.workers, len(parts))
     shares: list[_Share] = []
     with ExitStack() as stack:
@@ -158,8 +158,12 @@ def _hash_all(
     return shares
 
 
-def _hash_chunk(index: int, chunk: Chunk, *, config: CurateConfig, folder: Path) -> _Share:
-    share = _Share(rows=SpilledRows(folder, f"content-{index}", words=5))
+def _buckets(parts: list[Chunk]) -> int:
+    return 1 if sum(part.end - part.start for part in parts) < SMALL_BYTES else BUCKETS
+
+
+def _hash_chunk(index: int, chunk: Chunk, *, config: CurateConfig, folder: Path, buckets: int) -> _Share:
+    share = _Share(rows=SpilledRows(folder, f"content-{index}", words=5, buckets=buckets))
     normal: Callable[[str], str] = folded if config.dedup == "folded" else str
     base = chunk.path.parent
     buffer = bytearray()
@@ -191,7 +195,7 @@ def _hash_chunk(index: int, chunk: Chunk, *, config: CurateConfig, folder: Path)
                 share.rows.add(_words(buffer))
                 buffer.clear()
     share.rows.add(_words(buffer))
-    if index:  # of many chunks, none may leave rows in memory
+    if buckets > 1:
         share.rows.flush()
     return share
 
@@ -208,7 +212,7 @@ def _keep_first(shares: list[_Share], sides: np.ndarray, ids: SpilledRows) -> in
     """Marks the first record of each content as TRAIN and files its id: (id hash, record). Returns the duplicates."""
     bases = np.cumsum([0, *(share.read for share in shares)]).astype(np.uint64)
     duplicates = 0
-    for bucket in range(256):
+    for bucket in range(shares[0].rows.count if shares else 0):
         rows = []
         for share, base in zip(shares, bases, strict=False):
             part = share.rows.bucket(bucket).copy()

@@ -6,7 +6,6 @@ know: duplicates, near leakage (letter case, white space), short prompts, prompt
 """
 
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from flowgrpo_dataprep.errors import InputError, LineError
 from flowgrpo_dataprep.lines import numbered_lines
 from flowgrpo_dataprep.progress import Progress
 from flowgrpo_dataprep.records import MEDIA_KINDS, media_of, parse_record, resolve_media
-from flowgrpo_dataprep.spill import SpilledRows, first_of_each
+from flowgrpo_dataprep.spill import BUCKETS, SMALL_BYTES, SpilledRows, first_of_each
 from flowgrpo_dataprep.text import content_key, count_words, folded, id_key
 
 TEXT_WINDOW = 512
@@ -50,9 +49,9 @@ class FileReport:
     records: int = 0
     bad: int = 0
     bad_lines: list[str] = field(default_factory=list)
-    tasks: Counter[str] = field(default_factory=Counter)
+    tasks: dict[str, int] = field(default_factory=dict)
     short: int = 0
-    words: Counter[int] = field(default_factory=Counter)
+    words: dict[int, int] = field(default_factory=dict)
     """Words of a prompt to number of prompts, the last bin open (1,024 and more)."""
     lengths: list[int] = field(default_factory=lambda: [0] * (len(LENGTH_BINS) + 1))
     """Prompts per bin of `length_unit`; bin k holds lengths up to LENGTH_BINS[k]."""
@@ -97,10 +96,15 @@ def inspect(config: InspectConfig, *, quiet: bool = True) -> Report:
     measure, unit = _length(config.tokenizer)
     with tempfile.TemporaryDirectory(prefix="inspect-") as folder:
         report = Report(files={})
+        largest = max((path.stat().st_size for path in given.values() if path.is_file()), default=0)
+        buckets = 1 if largest < SMALL_BYTES else BUCKETS  # the same for both files: leaks are looked for by bucket
         spills: dict[str, dict[str, SpilledRows]] = {}
         for name, path in given.items():
-            spills[name] = {kind: SpilledRows(Path(folder), f"{name}-{kind}", words=3) for kind in _KINDS}
-            progress = Progress(f"inspect {name}", path.stat().st_size if path.is_file() else 0, quiet=quiet)
+            size = path.stat().st_size if path.is_file() else 0
+            spills[name] = {
+                kind: SpilledRows(Path(folder), f"{name}-{kind}", words=3, buckets=buckets) for kind in _KINDS
+            }
+            progress = Progress(f"inspect {name}", size, quiet=quiet)
             report.files[name] = _read(path, config, spills[name], measure, unit, progress)
         for name, file in report.files.items():
             _find_duplicates(file, spills[name])
@@ -133,9 +137,9 @@ def _read(
                 file.bad_lines.append(f"line {line}: {error}")
             continue
         prompt, metadata = record["prompt"], record["metadata"]
-        file.tasks[metadata["task"]] += 1
+        file.tasks[metadata["task"]] = file.tasks.get(metadata["task"], 0) + 1
         words = count_words(prompt)
-        file.words[min(words, 1024)] += 1
+        file.words[min(words, 1024)] = file.words.get(min(words, 1024), 0) + 1
         file.short += words < config.short_words
         length = measure(prompt)
         file.longest = max(file.longest, length)
@@ -329,7 +333,7 @@ def as_text(report: Report) -> str:
     return "\n".join(parts)
 
 
-def _words(words: Counter[int]) -> str:
+def _words(words: dict[int, int]) -> str:
     ordered = sorted(words)
     total, below = sum(words.values()), 0
     for median in ordered:

@@ -12,17 +12,21 @@ from pathlib import Path
 import numpy as np
 
 BUCKETS = 256
+SMALL_BYTES = 8 << 20
+"""An input of fewer bytes needs one bucket: also packed by gzip, its rows take some 10 MB."""
 _PENDING_ROWS = 65536
 
 
 class SpilledRows:
-    """Rows of 64-bit words [R, W] in 256 files of a folder that the caller owns; word 0 belongs to the key.
+    """Rows of 64-bit words [R, W] in files of a folder that the caller owns; word 0 belongs to the key.
 
-    Word 0 must be spread evenly (a part of a hash); its lowest byte picks the bucket.
+    Word 0 must be spread evenly (a part of a hash); its lowest bits pick the bucket. `buckets` is a power of 2:
+    1 for an input whose rows fit in memory, which is faster, BUCKETS for any other.
     """
 
-    def __init__(self, folder: Path, name: str, *, words: int):
-        self._paths = [folder / f"{name}.{bucket:03d}" for bucket in range(BUCKETS)]
+    def __init__(self, folder: Path, name: str, *, words: int, buckets: int = BUCKETS):
+        self.count = buckets
+        self._paths = [folder / f"{name}.{bucket:03d}" for bucket in range(buckets)]
         self._words = words
         self._pending: list[np.ndarray] = []
         self._pending_rows = 0
@@ -40,10 +44,10 @@ class SpilledRows:
             return
         rows = np.concatenate(self._pending)
         self._pending, self._pending_rows = [], 0
-        bucket = rows[:, 0] & np.uint64(BUCKETS - 1)
+        bucket = rows[:, 0] & np.uint64(self.count - 1)
         order = np.argsort(bucket, kind="stable")
         rows, bucket = np.ascontiguousarray(rows[order]), bucket[order]
-        ends = np.searchsorted(bucket, np.arange(BUCKETS, dtype=np.uint64), side="right")
+        ends = np.searchsorted(bucket, np.arange(self.count, dtype=np.uint64), side="right")
         start = 0
         for path, end in zip(self._paths, ends, strict=True):
             if end > start:
@@ -56,11 +60,11 @@ class SpilledRows:
         path = self._paths[index]
         data = path.read_bytes() if path.exists() else b""
         rows = [np.frombuffer(data, dtype=np.uint64).reshape(-1, self._words)]
-        rows += [part[part[:, 0] & np.uint64(BUCKETS - 1) == index] for part in self._pending]
+        rows += [part[part[:, 0] & np.uint64(self.count - 1) == index] for part in self._pending]
         return np.concatenate(rows)
 
     def buckets(self) -> Iterator[np.ndarray]:
-        for index in range(BUCKETS):
+        for index in range(self.count):
             yield self.bucket(index)
 
 
