@@ -20,7 +20,7 @@ import httpx
 
 from flowgrpo_rollout_sglang.engine import EngineError
 from flowgrpo_rollout_sglang.server.contract import ENDPOINT_VARIABLE, TOKEN_VARIABLE
-from flowgrpo_rollout_sglang.server.launch import PARENT_VARIABLE
+from flowgrpo_rollout_sglang.server.launch import FOLDER_VARIABLE, PARENT_VARIABLE
 
 LOG_TAIL_LINES = 40
 _LOOK_EVERY_S = 0.25
@@ -62,13 +62,14 @@ class ServerProcess:
         deadline = time.monotonic() + timeout_s
         for attempt in range(_ATTEMPTS):
             chosen = port if port is not None and _is_free(port) and attempt == 0 else _free_ports(1)[0]
-            self._launch(chosen)
             try:
+                self._launch(chosen)
                 self._wait_until_ready(deadline, timeout_s)
                 return
-            except EngineError as error:
+            except BaseException as error:
                 self.stop()
-                if attempt + 1 == _ATTEMPTS or not any(text in str(error) for text in _PORT_TAKEN):
+                taken = isinstance(error, EngineError) and any(text in error.what for text in _PORT_TAKEN)
+                if not taken or attempt + 1 == _ATTEMPTS:
                     raise
 
     def stop(self) -> None:
@@ -115,6 +116,7 @@ class ServerProcess:
             "PYTHONPATH": os.pathsep.join(paths),
             TOKEN_VARIABLE: self.token,
             ENDPOINT_VARIABLE: f"ipc://{self._folder}/scheduler",
+            FOLDER_VARIABLE: self._folder,
             PARENT_VARIABLE: str(read_end),
         }
         command = [sys.executable, "-m", "flowgrpo_rollout_sglang.server.launch", "serve", *self._arguments]

@@ -1,8 +1,6 @@
 """One patched server for the whole session, in fp32 on the CPU, and the in-process engine beside it."""
 
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,16 +10,14 @@ from flowgrpo_rollout_sglang.config import EngineConfig, SamplingConfig
 from flowgrpo_rollout_sglang.request import GroupRequest
 
 HERE = Path(__file__).parent
-SIDE, STEPS = 64, 8
-TOKENS = (SIDE // 16) ** 2
+SIDE, STEPS = 32, 8
+TOKENS = (SIDE // 8) ** 2
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny Qwen-Image with random weights; its name has nothing that SGLang could recognise."""
-    folder = tmp_path_factory.mktemp("model") / "a-model"
-    subprocess.run([sys.executable, str(HERE / "tiny_model.py"), str(folder)], check=True, capture_output=True)
-    return str(folder)
+def model_folder() -> str:
+    """The tiny trained Qwen-Image that ships with the trainer."""
+    return str(HERE.parents[3] / "apps/trainer/src/flowgrpo_trainer/assets/tiny-qwen-image")
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +54,7 @@ def oracle(make_config):
 @pytest.fixture
 def make_request() -> Callable[..., GroupRequest]:
     def make(
-        prompt: str = "a red cat on a mat",
+        prompt: str = "a red circle on a blue background",
         ids: tuple[str, ...] = ("a", "b"),
         sde_type: str = "sde",
         steps: tuple[int, ...] = (1, 3, 5, 7),

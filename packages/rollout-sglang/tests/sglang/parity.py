@@ -16,7 +16,7 @@ from flowgrpo_rollout_sglang.config import EngineConfig, SamplingConfig
 from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
 from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
 
-VAE_SCALE_FACTOR = 8
+VAE_SCALE_FACTOR = 4
 
 
 @torch.no_grad()
@@ -56,10 +56,10 @@ def main(model_folder: str, log_folder: str) -> None:
     sigmas = tuple(qwen_image_sigmas(8, 16).tolist())
     found = {}
     for sde_type, steps in (("sde", (1, 2, 3, 4, 5, 6, 7)), ("dance", tuple(range(8))), ("cps", tuple(range(7)))):
-        sampling = SamplingConfig(height=64, width=64, num_inference_steps=8, sde_type=sde_type, sde_indices=steps)
+        sampling = SamplingConfig(height=32, width=32, num_inference_steps=8, sde_type=sde_type, sde_indices=steps)
         request = GroupRequest(
             group_index=0,
-            prompt="a red cat on a mat",
+            prompt="a red circle on a blue background",
             sample_ids=("a", "b", "c", "d"),
             sampling=sampling,
             sigmas=sigmas,

@@ -7,6 +7,7 @@ On a GPU SGLang starts its scheduler by `spawn`, which imports this file again u
 
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 from multiprocessing.connection import wait
 
 PARENT_VARIABLE = "FLOWGRPO_PARENT_FD"
+FOLDER_VARIABLE = "FLOWGRPO_FOLDER"
 _LOOK_EVERY_S = 1.0
 _REAP_WITHIN_S = 5.0
 
@@ -24,6 +26,8 @@ def _end_group(why: str) -> None:
     for child in multiprocessing.active_children():  # one by one first, so that none is left unreaped
         child.kill()
         child.join(_REAP_WITHIN_S)
+    if folder := os.environ.get(FOLDER_VARIABLE):  # the engine removes it too, if it lives
+        shutil.rmtree(folder, ignore_errors=True)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
