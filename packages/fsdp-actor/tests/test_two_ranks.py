@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from flowgrpo_fsdp_actor import ActorConfig, FsdpActor
+from flowgrpo_fsdp_actor.errors import PlanError, RankFailed
 from flowgrpo_fsdp_actor.testing import SAMPLING, draw_rollout
 from flowgrpo_rollout_sglang.sidecar import write_sidecar
 
-from .two_ranks import Case, config_of, rank_main, run_case
+from .two_ranks import Case, config_of, failing_rank_main, rank_main
 
 LORA = {"fsdp_trainable_mode": "lora", "lora_rank": 4, "lora_alpha": 8.0, "lora_merge_mode": True}
 ADAPTER = {**LORA, "lora_merge_mode": False, "lora_adapter_mode": True}
@@ -32,20 +33,25 @@ GRADIENT_TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 
 @pytest.fixture(scope="module")
 def outcomes(model_folder, tmp_path_factory):
-    """{case name: (one rank's Outcome, two ranks' Outcome)}."""
+    """{case name: (one rank's Outcome, two ranks' Outcome)}. Ranks are forked: importing torch again is the cost."""
     folder = tmp_path_factory.mktemp("two-ranks")
     jobs = [(case, config_of(case, model_folder, SAMPLING), _sidecars(case, model_folder, folder)) for case in CASES]
-    out = folder / "outcomes.pkl"
-    ranks = mp.start_processes(rank_main, args=(_free_port(), jobs, out), nprocs=2, start_method="spawn", join=False)
+    one, two = folder / "one.pkl", folder / "two.pkl"
+    run_ranks(rank_main, 1, (1, 0, jobs, one))
+    run_ranks(rank_main, 2, (2, free_port(), jobs, two))
+    ones, twos = pickle.loads(one.read_bytes()), pickle.loads(two.read_bytes())
+    return {name: (ones[name], twos[name]) for name in ones}
+
+
+def run_ranks(main, ranks, args):
+    """Runs `main(rank, *args)` in forked processes; raises what one of them raised."""
+    context = mp.start_processes(main, args=args, nprocs=ranks, start_method="fork", join=False)
     try:
-        one = {case.name: run_case(case, config, sidecars, 0, 1) for case, config, sidecars in jobs}
-        while not ranks.join():
+        while not context.join():
             pass
     finally:
-        for process in ranks.processes:
+        for process in context.processes:
             process.kill()
-    two = pickle.loads(out.read_bytes())
-    return {name: (one[name], two[name]) for name in one}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -85,6 +91,19 @@ def test_two_ranks_move_and_publish_the_weights_of_one(outcomes, case):
         assert float((apart > 0.02 * steps).float().mean()) < (0.2 if "fsdp_param_dtype" in case.settings else 2e-3)
 
 
+@pytest.mark.parametrize("phase", ["preparing", "forward", "backward", "optimizer", "publishing"])
+def test_a_rank_that_fails_ends_both_ranks_with_its_error_within_seconds(model_folder, tmp_path, phase):
+    case = Case("full", 4)
+    job = (case, config_of(case, model_folder, SAMPLING), _sidecars(case, model_folder, tmp_path))
+    run_ranks(failing_rank_main, 2, (free_port(), phase, job, tmp_path / "error"))
+    (other, waited), (own, _) = (pickle.loads((tmp_path / f"error.{rank}").read_bytes()) for rank in (0, 1))
+    assert isinstance(own, PlanError if phase == "preparing" else MemoryError)
+    assert isinstance(other, RankFailed)
+    assert other.rank == 1
+    assert type(own).__name__ in other.error
+    assert waited < 60  # the collectives' own limit is 600
+
+
 def _sidecars(case, model_folder, folder):
     """Four groups, one of them with a longer text, drawn with the untrained policy."""
     actor = FsdpActor(ActorConfig(model_path=str(model_folder), sampling=SAMPLING, fsdp_param_dtype="fp32"), 0, 1)
@@ -99,7 +118,7 @@ def _sidecars(case, model_folder, folder):
     return paths
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]

@@ -1,6 +1,7 @@
 """What each spawned rank of `test_two_ranks` runs: every case in turn, so that torch is imported once."""
 
 import pickle
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,48 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def rank_main(rank: int, port: int, jobs: list[tuple[Case, ActorConfig, list[Path]]], out: Path) -> None:
-    """Runs all jobs on two ranks; rank 0 leaves {case name: Outcome} in `out`."""
+def rank_main(
+    rank: int, world_size: int, port: int, jobs: list[tuple[Case, ActorConfig, list[Path]]], out: Path
+) -> None:
+    """Runs all jobs as one of `world_size` ranks; rank 0 leaves {case name: Outcome} in `out`."""
     torch.set_num_threads(1)
-    init_process_group(rank, 2, "127.0.0.1", port, "cpu", timeout_s=60)
-    outcomes = {case.name: run_case(case, config, sidecars, rank, 2) for case, config, sidecars in jobs}
+    if world_size > 1:
+        init_process_group(rank, world_size, "127.0.0.1", port, "cpu")
+    outcomes = {case.name: run_case(case, config, sidecars, rank, world_size) for case, config, sidecars in jobs}
     if rank == 0:
         out.write_bytes(pickle.dumps(outcomes))
+
+
+def failing_rank_main(rank: int, port: int, phase: str, job: tuple[Case, ActorConfig, list[Path]], out: Path) -> None:
+    """Two ranks of which rank 1 fails in `phase`; each leaves the error that it saw, and how long it took."""
+    torch.set_num_threads(1)
+    init_process_group(rank, 2, "127.0.0.1", port, "cpu")
+    case, config, sidecars = job
+    actor = FsdpActor(config, rank, 2)
+    advantages = advantages_of(case, len(sidecars))
+    if rank == 1:
+        break_phase(actor, phase)
+    started = time.perf_counter()
+    try:
+        actor.update(0, sidecars[:-1] if rank == 1 and phase == "preparing" else sidecars, advantages)
+        if phase == "publishing":
+            list(actor.wire_tensors())
+    except Exception as error:
+        out.with_suffix(f".{rank}").write_bytes(pickle.dumps((error, time.perf_counter() - started)))
+
+
+def break_phase(actor: FsdpActor, phase: str) -> None:
+    """Makes `actor` raise a MemoryError in its first forward, backward, optimizer step or gather."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError(f"a test's fault in {phase}")
+
+    module = actor._policy.module
+    if phase == "forward":
+        module.get_submodule("transformer_blocks.1").register_forward_hook(fail)
+    elif phase == "backward":
+        module.get_submodule("transformer_blocks.1").register_full_backward_pre_hook(fail)
+    elif phase == "optimizer":
+        actor._policy.optimizer.register_step_pre_hook(fail)
+    elif phase == "publishing":
+        actor._publisher._wire_name = fail

@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from flowgrpo_fsdp_actor.errors import TrainableBoundaryError
@@ -21,6 +20,8 @@ def inject_lora(module: nn.Module, *, rank: int, alpha: float, targets: Sequence
 
     Raises TrainableBoundaryError for a target that no layer has.
     """
+    from peft import LoraConfig, inject_adapter_in_model  # half of the package's import time, and for LoRA alone
+
     names = [name for name, _ in module.named_modules()]
     if absent := tuple(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)):
         raise TrainableBoundaryError("lora", absent, "no layer of the model has the name of these targets")

@@ -1,0 +1,392 @@
+"""Checkpoints on disk: exact, committed last, distrustful of whatever is spoilt, and exported as what was trained."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from flowgrpo_fsdp_actor import ActorConfig, FsdpActor, init_process_group
+from flowgrpo_fsdp_actor.checkpoint_files import (
+    COMMITTED,
+    JSON_FILES,
+    LATEST,
+    CheckpointTree,
+    load_checkpoint,
+    read_documents,
+    rotate,
+    save_checkpoint,
+)
+from flowgrpo_fsdp_actor.contract import adapter_contract, assert_resumable, base_model_hash
+from flowgrpo_fsdp_actor.errors import CheckpointError, ExportError, NotResumable
+from flowgrpo_fsdp_actor.export import Checkpoint, changed_tensors, export_adapter, export_merged
+from flowgrpo_fsdp_actor.testing import SAMPLING, draw_rollout
+from safetensors.torch import load_file
+
+LORA = {"fsdp_trainable_mode": "lora", "lora_rank": 4, "lora_alpha": 8.0, "lora_merge_mode": True}
+ADVANTAGES = torch.tensor([[1.0, -1.0, 0.5, -0.5], [2.0, -2.0, 0.0, 0.0]])
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    init_process_group(0, 1, "127.0.0.1", free_port(), "cpu")
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def make_actor(model_folder):
+    def make(**settings):
+        common = {"fsdp_param_dtype": "fp32", "lr": 1e-3, "eps_clip": 1e-3, "n_samples_per_prompt": 4}
+        return FsdpActor(ActorConfig(model_path=str(model_folder), sampling=SAMPLING, **(common | settings)), 0, 1)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def rollouts(make_actor):
+    actor = make_actor()
+    return [
+        draw_rollout(actor._policy.module, actor._adapter, group_size=4, text_tokens=(7, 7), rollout_id=r)
+        for r in range(4)
+    ]
+
+
+def documents(actor, model_folder, n=0):
+    contract = adapter_contract(actor.config, actor._adapter.lora_target_modules, base_model_hash(model_folder, None))
+    state = {"rollout_id": n, "policy_version": n + 1, "lr_scheduler_steps": actor.lr_scheduler_steps}
+    return {"trainer_state.json": state, "weight_sync_manifest.json": {}, "adapter_contract.json": contract}
+
+
+def save(actor, model_folder, folder, n=0):
+    tree = CheckpointTree(folder, "t2i")
+    save_checkpoint(actor, tree, n, documents(actor, model_folder, n), "{}\n")
+    return tree
+
+
+def weights(actor):
+    state = actor.checkpoint_state()
+    return {f"{part}/{name}": t.full_tensor().clone() if hasattr(t, "full_tensor") else t.clone()
+            for part in state for name, t in state[part].items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [LORA, {}], ids=["lora", "full"])
+def test_a_run_that_was_saved_and_loaded_ends_with_the_same_weights_bit_for_bit(
+    make_actor, rollouts, model_folder, tmp_path, settings
+):
+    whole = make_actor(**settings, lr_warmup_iters=6)
+    for r in range(4):
+        whole.update(r, rollouts[r], ADVANTAGES)
+    first = make_actor(**settings, lr_warmup_iters=6)
+    for r in range(2):
+        first.update(r, rollouts[r], ADVANTAGES)
+    tree = save(first, model_folder, tmp_path, n=1)
+    second = make_actor(**settings, lr_warmup_iters=6)
+    state = load_checkpoint(second, tree, tree.newest())
+    assert state["rollout_id"] == 1
+    for r in range(2, 4):
+        second.update(r, rollouts[r], ADVANTAGES)
+    ended, resumed = weights(whole), weights(second)
+    assert ended.keys() == resumed.keys()
+    assert all(torch.equal(ended[name], resumed[name]) for name in ended)
+
+
+def test_the_layout_is_the_specified_one_and_a_lora_checkpoint_holds_the_adapter_alone(
+    make_actor, model_folder, tmp_path
+):
+    """C1, C4."""
+    tree = save(make_actor(**LORA), model_folder, tmp_path, n=20)
+    folder = tmp_path / "t2i" / "iter_0000020"
+    assert {path.name for path in folder.iterdir()} == {
+        "fsdp", "rng_rank0.pt", COMMITTED, "metrics.jsonl", *JSON_FILES
+    }  # fmt: skip
+    assert (tmp_path / LATEST).read_text().strip() == (tmp_path / "t2i" / LATEST).read_text().strip() == "20"
+    names = [name for path in (folder / "fsdp").glob("*.safetensors") for name in load_file(path)]
+    assert names
+    assert all(".lora_" in name for name in names)
+    assert tree.committed() == [20]
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle_that_could_run_code(make_actor, model_folder, tmp_path):
+    tree = save(make_actor(**LORA), model_folder, tmp_path)
+    folder = tree.iteration(0)
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} <= {
+        ".json",
+        ".jsonl",
+        ".safetensors",
+        ".pt",
+        "",
+    }
+    marker = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (marker,))
+
+    rng = folder / "rng_rank0.pt"
+    torch.save({"torch": Evil()}, rng)
+    state = json.loads((folder / "trainer_state.json").read_text())
+    state["files"]["rng_rank0.pt"] = rng.stat().st_size
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    with pytest.raises(pickle.UnpicklingError):
+        load_checkpoint(make_actor(**LORA), tree, 0)
+    assert not marker.exists()
+
+
+def truncated_shard(folder):
+    path = next((folder / "fsdp").glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-64])
+
+
+def missing_shard(folder):
+    next((folder / "fsdp").glob("*.safetensors")).unlink()
+
+
+def damaged_header_of_the_same_size(folder):
+    path = next((folder / "fsdp").glob("*.safetensors"))
+    path.write_bytes(b"\xff" * 16 + path.read_bytes()[16:])
+
+
+def edited_json(folder):
+    (folder / "trainer_state.json").write_text('{"rollout_id": ')
+
+
+def missing_json(folder):
+    (folder / "adapter_contract.json").unlink()
+
+
+def uncommitted(folder):
+    (folder / COMMITTED).unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [truncated_shard, missing_shard, damaged_header_of_the_same_size, edited_json, missing_json, uncommitted],
+)
+def test_a_spoilt_checkpoint_is_refused_by_name_and_moves_no_weight(make_actor, model_folder, tmp_path, spoil):
+    saved = make_actor(**LORA)
+    tree = save(saved, model_folder, tmp_path)
+    spoil(tree.iteration(0))
+    actor = make_actor(**LORA, seed=5)
+    before = weights(actor)
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint(actor, tree, 0)
+    assert str(tree.iteration(0)) in error.value.path
+    assert pickle.loads(pickle.dumps(error.value)).path == error.value.path
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(actor).items())
+
+
+def test_another_rank_finds_no_place_in_the_checkpoint(make_actor, model_folder, tmp_path):
+    tree = save(make_actor(**LORA), model_folder, tmp_path)
+    with pytest.raises(CheckpointError):
+        load_checkpoint(make_actor(**(LORA | {"lora_rank": 8})), tree, 0)
+
+
+def test_an_empty_folder_and_a_lost_newest_checkpoint_are_said_not_passed_over(make_actor, model_folder, tmp_path):
+    tree = CheckpointTree(tmp_path, "t2i")
+    with pytest.raises(CheckpointError):
+        tree.newest()
+    actor = make_actor(**LORA)
+    save(actor, model_folder, tmp_path, n=0)
+    save(actor, model_folder, tmp_path, n=1)
+    shutil.rmtree(tree.iteration(1))
+    with pytest.raises(CheckpointError) as error:
+        tree.newest()
+    assert "iter_0000001" in error.value.path
+
+
+def test_a_kill_between_commit_and_latest_resumes_from_the_committed_one(make_actor, model_folder, tmp_path):
+    actor = make_actor(**LORA)
+    tree = save(actor, model_folder, tmp_path, n=0)
+    save(actor, model_folder, tmp_path, n=1)
+    (tmp_path / "t2i" / LATEST).write_text("0\n")
+    assert tree.newest() == 1
+
+
+@pytest.mark.parametrize(("keep", "left"), [(3, [2, 3]), (2, [3]), (1, [3])])
+def test_rotation_leaves_room_for_the_next_and_never_takes_the_last(make_actor, model_folder, tmp_path, keep, left):
+    actor = make_actor(**LORA)
+    for n in range(4):
+        tree = save(actor, model_folder, tmp_path, n=n)
+    tree.iteration(9).mkdir()  # a leftover of a killed save
+    removed = rotate(tree, keep)
+    assert tree.committed() == left
+    assert removed == [n for n in range(4) if n not in left]
+    assert not tree.iteration(9).exists()
+
+
+def test_a_write_that_fails_commits_nothing_and_keeps_the_one_before(make_actor, model_folder, tmp_path, monkeypatch):
+    actor = make_actor(**LORA)
+    tree = save(actor, model_folder, tmp_path, n=0)
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(CheckpointError):
+        save(actor, model_folder, tmp_path, n=1)
+    assert tree.committed() == [0]
+    assert tree.newest() == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lora_rank": 8}, {"lora_alpha": 16.0}, {"lora_target_modules": ("attn.to_q",)}, {"fsdp_trainable_mode": "full"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_resume_with_other_settings_is_refused_by_name(model_folder, change):
+    base = {"model_path": str(model_folder), "sampling": SAMPLING} | LORA
+    fingerprint = base_model_hash(model_folder, None)
+    saved = adapter_contract(ActorConfig(**base), ("attn.to_k",), fingerprint)
+    now = adapter_contract(ActorConfig(**(base | change)), ("attn.to_k",), fingerprint)
+    assert_resumable(saved, saved, "here")
+    with pytest.raises(NotResumable) as error:
+        assert_resumable(saved, now, "here")
+    expected = "mode" if "fsdp_trainable_mode" in change else next(iter(change))
+    assert expected in error.value.differing
+
+
+def test_the_base_model_hash_sees_one_changed_weight_and_another_revision(model_folder, tmp_path):
+    before = base_model_hash(model_folder, None)
+    assert before == base_model_hash(model_folder, None)
+    assert before != base_model_hash(model_folder, "v2")
+    copy = tmp_path / "copy"
+    shutil.copytree(model_folder, copy)
+    path = next((copy / "transformer").glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert base_model_hash(copy, None) != before
+
+
+# ---------------------------------------------------------------------------------------------------- export
+
+
+@pytest.fixture
+def trained(make_actor, rollouts, model_folder, tmp_path):
+    actor = make_actor(**LORA)
+    actor.update(0, rollouts[0], ADVANTAGES)
+    save(actor, model_folder, tmp_path / "save")
+    return Checkpoint.open(tmp_path / "save", "t2i", None), actor
+
+
+def test_a_merged_export_is_base_plus_scaled_product_and_differs_from_the_base(trained, model_folder, tmp_path):
+    checkpoint, _ = trained
+    export_merged(checkpoint, model_folder, tmp_path / "merged")
+    (file,) = (model_folder / "transformer").glob("*.safetensors")
+    base, merged = load_file(file), load_file(tmp_path / "merged" / "transformer" / file.name)
+    assert base.keys() == merged.keys()
+    # Where B is still zero (the last block's text stream leads nowhere) the base must stay as it is.
+    moved = [name for name in checkpoint.names() if "lora_B" in name and bool(checkpoint.read(name).any())]
+    targets = {name.removesuffix(".lora_B.weight") + ".weight" for name in moved}
+    assert targets
+    assert set(changed_tensors(tmp_path / "merged", model_folder)) == targets
+    for name in targets:
+        stem = name.removesuffix(".weight")
+        a, b = (checkpoint.read(f"{stem}.lora_{part}.weight").double() for part in "AB")
+        torch.testing.assert_close(merged[name].double(), base[name].double() + 2.0 * (b @ a), atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["merged", "adapter"])
+def test_an_export_computes_what_was_trained(trained, model_folder, tmp_path, form):
+    from flowgrpo_fsdp_actor.adapters.verify_qwen_image import export_differences
+
+    checkpoint, _ = trained
+    output = tmp_path / form
+    if form == "merged":
+        export_merged(checkpoint, model_folder, output)
+    else:
+        export_adapter(checkpoint, output)
+    from_trained, from_base = export_differences(form, checkpoint, model_folder, output)
+    assert from_trained < 1e-5  # measured 1e-6: fp32 rounding of the merged product
+    assert from_base > 10 * from_trained
+
+
+def test_a_full_checkpoint_exports_to_weights_that_diffusers_loads(make_actor, rollouts, model_folder, tmp_path):
+    from diffusers import QwenImageTransformer2DModel
+
+    actor = make_actor()
+    actor.update(0, rollouts[0], ADVANTAGES)
+    save(actor, model_folder, tmp_path / "save")
+    export_merged(Checkpoint.open(tmp_path / "save", "t2i", None), model_folder, tmp_path / "out")
+    loaded = QwenImageTransformer2DModel.from_pretrained(tmp_path / "out" / "transformer")
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, weights(actor)[f"model/{name}"])
+
+
+def test_an_export_that_would_not_be_what_was_trained_is_refused(trained, model_folder, tmp_path):
+    checkpoint, _ = trained
+    with pytest.raises(ExportError):
+        export_merged(checkpoint, None, tmp_path / "a")
+    other = tmp_path / "other"
+    shutil.copytree(model_folder, other)
+    path = next((other / "transformer").glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(ExportError):
+        export_merged(checkpoint, other, tmp_path / "b")
+    (checkpoint.folder / COMMITTED).unlink()
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(tmp_path / "save", "t2i", 0)
+
+
+# ---------------------------------------------------------------------------------------------------- crashes
+
+
+SAVER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_checkpoint_files import save_forever
+save_forever(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+"""
+
+
+def save_forever(model_folder, folder, port):
+    """Runs in a process of its own until it is killed; says when it begins to save."""
+    torch.set_num_threads(1)
+    init_process_group(0, 1, "127.0.0.1", port, "cpu")
+    config = ActorConfig(model_path=model_folder, sampling=SAMPLING, fsdp_param_dtype="fp32", **LORA)
+    actor = FsdpActor(config, 0, 1)
+    tree = CheckpointTree(Path(folder), "t2i")
+    n = (tree.committed() or [-1])[-1] + 1
+    print("ready", flush=True)
+    while True:
+        rotate(tree, 2)
+        save_checkpoint(actor, tree, n, documents(actor, Path(model_folder), n), "{}\n")
+        n += 1
+
+
+def test_a_save_killed_at_a_random_moment_leaves_a_committed_checkpoint_that_loads(make_actor, model_folder, tmp_path):
+    """With rotation on. FLOWGRPO_TEST_KILLS raises the number of kills."""
+    generator, actor = random.Random(0), make_actor(**LORA)
+    tree, newest = CheckpointTree(tmp_path, "t2i"), -1
+    for _ in range(int(os.environ.get("FLOWGRPO_TEST_KILLS", "2"))):
+        words = [sys.executable, "-c", SAVER, os.path.dirname(__file__), str(model_folder), str(tmp_path)]
+        saver = subprocess.Popen([*words, str(free_port())], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert saver.stdout.readline() == b"ready\n"
+        while (tree.committed() or [-1])[-1] <= newest:  # at least one more is committed, then any moment will do
+            assert saver.poll() is None
+            time.sleep(0.005)
+        newest = tree.committed()[-1]
+        time.sleep(generator.uniform(0.0, 0.5))
+        saver.send_signal(signal.SIGKILL)
+        assert saver.wait() == -signal.SIGKILL
+        n = tree.newest()
+        assert n >= newest
+        newest = n
+        assert load_checkpoint(actor, tree, n)["rollout_id"] == n
+        assert read_documents(tree.iteration(n))
