@@ -47,6 +47,8 @@ class BenchCase:
     """`setup(device, **size)`; import heavy packages inside it."""
     sizes: Mapping[str, Mapping[str, Any]]
     """Size name -> keyword arguments of `setup`."""
+    cpu_sizes: Mapping[str, Mapping[str, Any]] | None = None
+    """The same on a CPU, where `sizes` would take minutes; None: `sizes`."""
     smoke: Mapping[str, Mapping[str, Any]]
     """The same for `--smoke`: a second or so in all, on two CPU cores."""
     devices: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
@@ -54,6 +56,10 @@ class BenchCase:
     """None: graph and calls on cuda, wall on cpu."""
     tolerance: Mapping[str, float] = field(default_factory=lambda: {"cpu": 0.5, "cuda": 0.1})
     """Device -> relative slowdown past which `compare` fails. `compare` widens it where noise was measured larger."""
+
+    def sizes_on(self, device: str) -> Mapping[str, Mapping[str, Any]]:
+        """The sizes that `run` uses on `device`."""
+        return self.cpu_sizes if device == "cpu" and self.cpu_sizes is not None else self.sizes
 
     def timers_on(self, device: str) -> tuple[Timer, ...]:
         """The timers that `run` uses on `device`."""

@@ -26,7 +26,7 @@ def run(cases: Iterable[BenchCase], device: str, *, smoke: bool = False, say: Ca
         if device not in case.devices:
             continue
         report.tolerance[case.name] = case.tolerance[device]
-        for size, arguments in (case.smoke if smoke else case.sizes).items():
+        for size, arguments in (case.smoke if smoke else case.sizes_on(device)).items():
             say(f"{case.name} {size}")
             workload = case.setup(device, **arguments)
             try:

@@ -13,6 +13,7 @@ SIZES = {
     for resolution, tokens in TOKENS.items()
     for B in (1, 8, 64, 256)
 }
+CPU_SIZES = {f"{B} x {STEPS} steps, 384x384": {"rows": B * STEPS, "tokens": 576} for B in (1, 8)}
 SMOKE_SIZES = {"2 x 3 steps, 64x64": {"rows": 6, "tokens": 16}}
 # Nats per element; the plain formula in float32 is off by as much.
 GATE_ATOL = 5e-6
@@ -58,5 +59,6 @@ CASE = BenchCase(
     about="log-prob of stored denoising steps, forward",
     setup=setup,
     sizes=SIZES,
+    cpu_sizes=CPU_SIZES,
     smoke=SMOKE_SIZES,
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_bench.case import BenchCase, Workload
-from flowgrpo_bench.cases.transition_logp import SIZES, SMOKE_SIZES
+from flowgrpo_bench.cases.transition_logp import CPU_SIZES, SIZES, SMOKE_SIZES
 from flowgrpo_bench.measure import rotation
 from flowgrpo_bench.plain import plain_logp
 
@@ -72,5 +72,6 @@ CASE = BenchCase(
     about="log-prob of stored denoising steps, forward and backward",
     setup=setup,
     sizes=SIZES,
+    cpu_sizes=CPU_SIZES,
     smoke=SMOKE_SIZES,
 )

@@ -59,5 +59,6 @@ CASE = BenchCase(
     about="one SDE sampling step with its log-prob",
     setup=setup,
     sizes=SIZES,
+    cpu_sizes={"1, 384x384": {"rows": 1, "tokens": 576}, "8, 384x384": {"rows": 8, "tokens": 576}},
     smoke={"2, 64x64": {"rows": 2, "tokens": 16}},
 )
