@@ -3,9 +3,12 @@
 One server for the session (see conftest). Shapes: as in `request`.
 """
 
+import os
+import threading
 from dataclasses import replace
 
 import httpx
+import psutil
 import pytest
 import torch
 from flowgrpo_rollout_sglang.engine import EngineError
@@ -43,6 +46,15 @@ def test_the_server_answers_nobody_without_the_token(engine):
     for path in ("rollout/generate", "flowgrpo/weights/abort", "v1/images/generations"):
         assert httpx.post(url + path, json={}, trust_env=False, timeout=60).status_code == 401
     assert httpx.get(url + "health", trust_env=False, timeout=60).status_code == 200
+
+
+def test_an_idle_server_leaves_the_processor_alone(engine):
+    """Stock spins: its scheduler asks for a message without waiting, for as long as there is none."""
+    engine.info()
+    processes = [p for p in psutil.process_iter() if os.getpgid(p.pid) == engine._loaded().pid]
+    before = sum(sum(p.cpu_times()[:2]) for p in processes)
+    threading.Event().wait(2.0)
+    assert sum(sum(p.cpu_times()[:2]) for p in processes) - before < 0.5
 
 
 # ---------------------------------------------------------------------- rollout request and echo

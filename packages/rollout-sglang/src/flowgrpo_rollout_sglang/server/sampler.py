@@ -62,19 +62,20 @@ class Sampler:
         """
         begun = time.perf_counter()
         latent_shape = self._latent_shape(wave)
-        embeds = [self._encode(group.prompt) for group in wave.groups]
+        encoded_once = {prompt: self._encode(prompt) for prompt in dict.fromkeys(g.prompt for g in wave.groups)}
+        embeds = [encoded_once[group.prompt] for group in wave.groups]
         sigmas = wave.sigmas or self._own_sigmas(wave)
         encoded = time.perf_counter()
         rows = [(g, candidate) for g, group in enumerate(wave.groups) for candidate in group.candidates]
-        parts: list[list[tuple[Tensor, ...]]] = [[] for _ in wave.groups]
+        parts: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in wave.groups]
         for batch in _batches(rows, [e.shape[0] for e in embeds], wave.candidates_per_forward or DEFAULT_CANDIDATES):
             states, log_probs, images = self._denoise(wave, sigmas, batch, embeds, latent_shape)
             for row, (g, _) in enumerate(batch):
                 parts[g].append((states[row], log_probs[row], images[row]))
-        drawn = [
-            Drawn(*(torch.stack(column) for column in list(zip(*part, strict=True))[:2]), embed.cpu(), _last(part))
-            for part, embed in zip(parts, embeds, strict=True)
-        ]
+        drawn = []
+        for part, embed in zip(parts, embeds, strict=True):
+            states, log_probs, images = (torch.stack(column) for column in zip(*part, strict=True))
+            drawn.append(Drawn(states, log_probs, embed.cpu(), images))
         done = time.perf_counter()
         return sigmas, drawn, {"text_s": encoded - begun, "denoise_s": done - encoded}
 
@@ -199,7 +200,3 @@ def _batches(
     count = -(-len(ordered) // limit)
     for i in range(count):
         yield ordered[i * len(ordered) // count : (i + 1) * len(ordered) // count]
-
-
-def _last(part: list[tuple[Tensor, ...]]) -> Tensor:
-    return torch.stack([row[-1] for row in part])
