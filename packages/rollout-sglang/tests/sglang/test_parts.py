@@ -53,6 +53,19 @@ def test_a_weight_written_between_two_sleeps_survives_the_second():
     assert bool((next(model.parameters()) == 3.0).all())
 
 
+def test_tensors_that_were_replaced_while_awake_are_the_ones_that_come_back():
+    """SGLang casts a VAE by giving its parameters new storage."""
+    model = two_layers()
+    memory = Memory({"frozen": [model]})
+    memory.release(None)
+    memory.resume(None)
+    model.to(torch.bfloat16)
+    before = [p.clone() for p in model.parameters()]
+    memory.release(None)
+    memory.resume(None)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def test_storages_shared_by_two_parameters_are_moved_once():
     model = two_layers()
     model["attn"]["to_k"].weight = model["attn"]["to_q"].weight

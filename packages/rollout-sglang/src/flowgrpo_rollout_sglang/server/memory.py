@@ -27,17 +27,16 @@ class Memory:
 
     def __init__(self, modules: Mapping[str, Sequence[nn.Module]]):
         self._modules = modules
-        self._storages = {tag: _own_storages(group) for tag, group in modules.items()}
+        self._storages: dict[str, list[torch.UntypedStorage]] = {}
+        self._addresses: dict[str, list[int]] = {}
         self._blocks: dict[str, Tensor] = {}
         self._sizes: dict[str, list[int]] = {}
         self._dirty = set(modules)
         self.asleep: set[str] = set()
 
     def touch(self, tag: str) -> None:
-        """Says that the tensors of `tag` may change, or are others now: the host copy is of no use any more."""
+        """Says that the tensors of `tag` may be written: the host copy is of no use any more."""
         self._dirty.add(tag)
-        if tag not in self.asleep:
-            self._storages[tag] = _own_storages(self._modules[tag])
 
     def release(self, tags: Sequence[str] | None) -> int:
         """Empties the device memory of `tags` (None: all) and returns how many bytes it gave back."""
@@ -45,6 +44,9 @@ class Memory:
         for tag in self._known(tags):
             if tag in self.asleep:
                 continue
+            self._storages[tag] = _own_storages(self._modules[tag])
+            if _addresses(self._storages[tag]) != self._addresses.get(tag):  # other tensors, as after a cast
+                self.touch(tag)
             self._copy_out(tag)
             for storage in self._storages[tag]:
                 freed += storage.nbytes()
@@ -64,6 +66,7 @@ class Memory:
                 storage.resize_(host.numel())
                 _bytes_of(storage).copy_(host, non_blocking=True)
                 filled += host.numel()
+            self._addresses[tag] = _addresses(self._storages[tag])
             self.asleep.discard(tag)
         _wait()
         return filled
@@ -74,6 +77,7 @@ class Memory:
         sizes = [storage.nbytes() for storage in self._storages[tag]]
         if sizes != self._sizes.get(tag):
             self._sizes[tag] = sizes
+            _drop(self._blocks.pop(tag, None))
             pinned = any(storage.device.type == "cuda" for storage in self._storages[tag])
             self._blocks[tag] = _host_block(sum(_aligned(n) for n in sizes), pinned)
         for storage, host in zip(self._storages[tag], self._pieces(tag), strict=True):
@@ -109,6 +113,10 @@ def _own_storages(modules: Sequence[nn.Module]) -> list[torch.UntypedStorage]:
     return list(found.values())
 
 
+def _addresses(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    return [storage.data_ptr() for storage in storages]
+
+
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -121,6 +129,12 @@ def _host_block(nbytes: int, pinned: bool) -> Tensor:
         if int(status) != 0:
             raise RuntimeError(f"cannot page-lock {nbytes} bytes of host memory for sleep: CUDA error {int(status)}")
     return block
+
+
+def _drop(block: Tensor | None) -> None:
+    """Unlocks the pages of a block before it is freed."""
+    if block is not None and torch.cuda.is_available() and block.is_pinned():
+        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
 
 def _aligned(nbytes: int) -> int:
