@@ -61,8 +61,8 @@ def export(words: Sequence[str]) -> int:
 
 def _verify(settings: ExportSettings, checkpoint: object) -> str:
     """What a forward pass shows: the export computes what was trained, and not what the base computes."""
-    from flowgrpo_fsdp_actor.errors import ExportError
     from flowgrpo_fsdp_actor.adapters.verify_qwen_image import export_differences
+    from flowgrpo_fsdp_actor.errors import ExportError
 
     assert settings.base_model_path is not None
     from_trained, from_base = export_differences(
