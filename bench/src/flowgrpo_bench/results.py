@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 BASELINES = Path(__file__).resolve().parents[2] / "baselines"
 OURS = "ours"
@@ -61,8 +62,9 @@ class Report:
     def read(cls, path: Path) -> "Report":
         """Raises ValueError for a file that is no report."""
         try:
-            data = json.loads(path.read_text())
-            return cls(**{**data, "rows": [Row(**row) for row in data["rows"]]})
+            data: dict[str, Any] = json.loads(path.read_text())
+            data["rows"] = [Row(**row) for row in data["rows"]]
+            return cls(**data)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no bench report ({error}); write one with `bench run --out`") from error
 

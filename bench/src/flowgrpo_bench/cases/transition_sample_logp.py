@@ -1,5 +1,8 @@
 """The sampler's step and its log-prob in one pass; on the CPU, the two reference functions one after the other."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from flowgrpo_bench.case import BenchCase, Workload
@@ -29,10 +32,12 @@ def setup(device: str, *, rows: int, tokens: int) -> Workload:
         x_next = transition_sample(x, velocity, noise, t)
         return x_next, transition_logp(x, velocity, x_next, t)
 
-    ours, rivals = reference, {"eager": plain_sample_logp}
+    ours: Callable[..., Any] = reference
+    rivals: dict[str, Callable[..., Any]] = {"eager": plain_sample_logp}
     if device == "cuda":
-        from flowgrpo_math.kernels import transition_sample_logp as ours
+        from flowgrpo_math.kernels import transition_sample_logp
 
+        ours = transition_sample_logp
         rivals["compiled"] = torch.compile(plain_sample_logp, dynamic=False)
 
     def gate() -> None:

@@ -154,6 +154,14 @@ def test_one_step_shared_by_all_candidates_equals_a_step_for_each(device):
     )
 
 
+def test_coefficients_of_different_strides_are_read_right(device):
+    x, velocity, _, x_next, t = draw_step(3, SEVERAL, device=device)
+    t = t.to(device)
+    padded = torch.full((6,), float("nan"), device=device)
+    padded[::2] = t.x_scale_B
+    assert torch.equal(fused(x, velocity, x_next, t._replace(x_scale_B=padded[::2])), fused(x, velocity, x_next, t))
+
+
 def test_compiles_into_one_graph_with_the_same_bits_and_gradients(device):
     x, velocity, _, x_next, t = draw_step(3, SEVERAL, device=device)
     t = t.to(device)

@@ -79,12 +79,14 @@ def check_device_and_dtype(**tensors: Tensor) -> None:
 
 
 def row_coefficients(coefficients: tuple[Tensor, ...], B: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Each as [B] float32 on `device`; one number for all rows becomes a view of stride 0."""
-    if coefficients[0].device != device or coefficients[0].dtype != torch.float32:
+    """Each as [B] float32 on `device`, all of one stride; one number for all rows becomes a view of stride 0."""
+    if any(c.device != device or c.dtype != torch.float32 for c in coefficients):
         coefficients = tuple(torch.stack(coefficients).to(device=device, dtype=torch.float32))
-    if coefficients[0].shape[0] == B:
-        return coefficients
-    return tuple(c.expand(B) for c in coefficients)
+    if coefficients[0].shape[0] != B:
+        coefficients = tuple(c.expand(B) for c in coefficients)
+    if any(c.stride(0) != coefficients[0].stride(0) for c in coefficients):
+        coefficients = tuple(c.contiguous() for c in coefficients)
+    return coefficients
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager:

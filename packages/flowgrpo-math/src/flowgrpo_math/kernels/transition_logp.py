@@ -7,6 +7,8 @@ Custom operators `flowgrpo::transition_logp` and `flowgrpo::transition_logp_back
 `torch.compile`.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -142,7 +144,8 @@ def _forward(x: Tensor, velocity: Tensor, x_next: Tensor, x_scale: Tensor, v_sca
     logp_B = torch.empty(B, dtype=torch.float32, device=x.device)
     chunk_sums = torch.empty(B * chunks, dtype=torch.float32, device=x.device)
     with _rows.on_device(x):
-        _forward_kernel[(B * chunks,)](
+        launch: Any = _forward_kernel[(B * chunks,)]
+        launch(
             *(r.tensor for r in rows),
             x_scale,
             v_scale,
@@ -179,7 +182,8 @@ def _backward(
     rows = [_rows.as_rows(tensor) for tensor in (x, velocity, x_next)]
     grads = _empty_grads(x, velocity, x_next, needs)
     with _rows.on_device(x):
-        _backward_kernel[(B * chunks,)](
+        launch: Any = _backward_kernel[(B * chunks,)]
+        launch(
             grad_B,
             *(r.tensor for r in rows),
             x_scale,
@@ -201,10 +205,11 @@ def _backward(
 
 def _empty_grads(x: Tensor, velocity: Tensor, x_next: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """A contiguous gradient of each tensor that needs one, an empty tensor for the others."""
-    return tuple(
-        torch.empty(tensor.shape if need else (0,), dtype=tensor.dtype, device=tensor.device)
-        for tensor, need in zip((x, velocity, x_next), needs, strict=True)
-    )
+
+    def empty(tensor: Tensor, need: bool) -> Tensor:
+        return torch.empty(tensor.shape if need else (0,), dtype=tensor.dtype, device=tensor.device)
+
+    return empty(x, needs[0]), empty(velocity, needs[1]), empty(x_next, needs[2])
 
 
 class _TransitionLogp(torch.autograd.Function):

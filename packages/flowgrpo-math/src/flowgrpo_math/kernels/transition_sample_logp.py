@@ -4,6 +4,8 @@ Reference: `flowgrpo_math.transition.transition_sample`, then `transition_logp` 
 this; replay scores with `kernels.transition_logp`, which sums in the same order and so gives the same bits.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -116,7 +118,8 @@ def _sample(
     x_next, logp_B = _empty_outputs(x, out_dtype)
     chunk_sums = torch.empty(B * chunks, dtype=torch.float32, device=x.device)
     with _rows.on_device(x):
-        _sample_kernel[(B * chunks,)](
+        launch: Any = _sample_kernel[(B * chunks,)]
+        launch(
             *(r.tensor for r in rows),
             x_scale,
             v_scale,
