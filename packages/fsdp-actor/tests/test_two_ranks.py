@@ -27,8 +27,10 @@ CASES = [
     Case("lora adapter, checkpointed", 4, ADAPTER | CHECKPOINTED | {"micro_batch_size": 1}),
     Case("lora, bf16 with fp32 masters", 4, LORA | MIXED),
 ]
-# Measured: gradients differ by at most 1.5e-6 of the largest one in fp32.
-GRADIENT_TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
+# Of the largest gradient. Measured: 3.5e-7 in fp32, 2.9e-3 with a bf16 forward.
+GRADIENT_TOLERANCE = {"fp32": 2e-6, "bf16": 1e-2}
+# After two to six AdamW steps of 1e-3, whose divisor blows rounding up where a gradient is near 0: 2.0e-6, 1.8e-3.
+WEIGHT_TOLERANCE = {"fp32": 2e-5, "bf16": 8e-3}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,10 @@ def outcomes(model_folder, tmp_path_factory):
     run_ranks(rank_main, 2, (2, free_port(), jobs, two))
     ones, twos = pickle.loads(one.read_bytes()), pickle.loads(two.read_bytes())
     return {name: (ones[name], twos[name]) for name in ones}
+
+
+def dtype_of(case):
+    return case.settings.get("fsdp_param_dtype", "fp32")
 
 
 def run_ranks(main, ranks, args):
@@ -60,7 +66,7 @@ def test_two_ranks_give_the_gradients_of_one(outcomes, case):
     largest = max(float(g.abs().max()) for g in one.gradients.values())
     assert largest > 0
     assert one.gradients.keys() == two.gradients.keys()
-    tolerance = GRADIENT_TOLERANCE[case.settings.get("fsdp_param_dtype", "fp32")] * largest
+    tolerance = GRADIENT_TOLERANCE[dtype_of(case)] * largest
     for name, gradient in one.gradients.items():
         torch.testing.assert_close(
             two.gradients[name], gradient, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
@@ -71,24 +77,23 @@ def test_two_ranks_give_the_gradients_of_one(outcomes, case):
 def test_two_ranks_report_the_metrics_of_one(outcomes, case):
     one, two = outcomes[case.name]
     exact = {"train/lr", "train/optimizer_steps", "train/optimizer_skips"}
-    tolerance = 2e-2 if "fsdp_param_dtype" in case.settings else 1e-4
+    tolerance = {"fp32": 1e-3, "bf16": 1e-2}[dtype_of(case)]  # the spread of the ratios is 1e-5, its error 4e-9
     for ours, theirs in zip(one.metrics, two.metrics, strict=True):
         assert {n: ours[n] for n in exact} == {n: theirs[n] for n in exact}
         for name in ("train/loss", "train/grad_norm", "train/ratio_min", "train/ratio_max", "train/ratio_std"):
-            assert theirs[name] == pytest.approx(ours[name], rel=tolerance, abs=1e-6), name
+            assert theirs[name] == pytest.approx(ours[name], rel=tolerance, abs=1e-8), name
     assert one.metrics[0]["train/optimizer_steps"] == case.settings.get("num_updates_per_batch", 1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_two_ranks_move_and_publish_the_weights_of_one(outcomes, case):
     one, two = outcomes[case.name]
-    # AdamW turns a rounding difference of a near-zero gradient into a whole step: compare against the step, lr.
-    steps = 1e-3 * 2 * case.settings.get("num_updates_per_batch", 1)
     for theirs, ours in ((two.weights, one.weights), (two.published, one.published)):
         assert ours.keys() == theirs.keys()
-        apart = torch.cat([(theirs[name].float() - ours[name].float()).abs().flatten() for name in ours])
-        assert float(apart.max()) <= 2.05 * steps
-        assert float((apart > 0.02 * steps).float().mean()) < (0.2 if "fsdp_param_dtype" in case.settings else 2e-3)
+        for name, weight in ours.items():
+            torch.testing.assert_close(
+                theirs[name].float(), weight.float(), atol=WEIGHT_TOLERANCE[dtype_of(case)], rtol=0
+            )
 
 
 @pytest.mark.parametrize("phase", ["preparing", "forward", "backward", "optimizer", "publishing"])

@@ -55,6 +55,7 @@ def init_process_group(
 def init_lone_process_group(device: str) -> None:
     """A group of one, where none was initialised: FSDP2 wants one even then. No socket is opened."""
     if not dist.is_initialized():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

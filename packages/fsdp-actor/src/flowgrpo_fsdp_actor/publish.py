@@ -97,9 +97,9 @@ def gather_together(parameters: Sequence[Tensor]) -> list[Tensor]:
     for into, p in zip(padded, sharded, strict=True):
         into[: p.to_local().shape[0]] = p.to_local()
     mine = torch.cat([p.flatten() for p in padded])
-    everyone = mine.new_empty(world, mine.numel())
+    everyone = mine.new_empty(world * mine.numel())
     dist.all_gather_into_tensor(everyone, mine, group=sharded[0].device_mesh.get_group())
-    parts = everyone.split([p.numel() for p in padded], dim=1)
+    parts = everyone.view(world, -1).split([p.numel() for p in padded], dim=1)
     return [
         part.reshape(world * r, *p.shape[1:])[: p.shape[0]] for part, p, r in zip(parts, sharded, rows, strict=True)
     ]
