@@ -39,8 +39,9 @@ def setup(device: str, *, prompts: int) -> Workload:
         assert folder  # the folder lives as long as the workload
         expected = plain()
         for way in (ours, *rivals.values()):
+            out = way()
             for name in ("train.jsonl", "eval.jsonl"):
-                assert (way() / name).read_bytes() == (expected / name).read_bytes(), name
+                assert (out / name).read_bytes() == (expected / name).read_bytes(), name
 
     return Workload(ours=ours, rivals=rivals, gate=gate)
 

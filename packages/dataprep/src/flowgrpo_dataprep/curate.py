@@ -89,14 +89,16 @@ class CurateReport:
     """Written files, and the records of each."""
 
 
-def curate(config: CurateConfig, *, quiet: bool = True, chunk_bytes: int = CHUNK_BYTES) -> CurateReport:
+def curate(config: CurateConfig, *, quiet: bool = True, chunk_bytes: int | None = None) -> CurateReport:
     """Writes `<prefix>train.jsonl`, `<prefix>eval.jsonl` and `<prefix>eval<N>.jsonl`.
 
     Raises InputError, before anything is written, for an unreadable input, a bad line (unless skipped), a
     sample_id used twice, or more held-out records than there are.
     """
     config.check()
-    parts = [part for path in config.inputs for file in input_files(path) for part in chunks(file, chunk_bytes)]
+    files = [file for path in config.inputs for file in input_files(path)]
+    chunk_bytes = chunk_bytes or _chunk_bytes(sum(file.stat().st_size for file in files), config.workers)
+    parts = [part for file in files for part in chunks(file, chunk_bytes)]
     inputs = ", ".join(map(str, config.inputs))
     size = sum(part.end - part.start for part in parts)
     report = CurateReport()
@@ -156,6 +158,11 @@ def _hash_all(
             progress.finished(share.read, part.end - part.start)
     progress.done()
     return shares
+
+
+def _chunk_bytes(total: int, workers: int) -> int:
+    """About eight chunks a process, so that all end together; never so small, or so many, that files are the work."""
+    return min(max(total // (8 * workers), CHUNK_BYTES // 8), 8 * CHUNK_BYTES)
 
 
 def _buckets(parts: list[Chunk]) -> int:
