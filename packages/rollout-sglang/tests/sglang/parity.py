@@ -1,6 +1,6 @@
-"""Engine log-probs against replay. Run as a script it starts a bf16 server, measures, prints JSON, and waits.
+"""Engine log-probs against replay. Run as a script it starts a server, measures, prints JSON, and waits.
 
-    python parity.py MODEL_FOLDER LOG_FOLDER
+    python parity.py MODEL_FOLDER LOG_FOLDER bf16|fp32
 
 Shapes: as in `request`.
 """
@@ -8,6 +8,7 @@ Shapes: as in `request`.
 import json
 import sys
 import time
+from dataclasses import replace
 
 import torch
 from flowgrpo_math.sigmas import qwen_image_sigmas
@@ -45,30 +46,30 @@ def replay_differences(transformer: torch.nn.Module, trajectory: GroupTrajectory
     return differences
 
 
-def main(model_folder: str, log_folder: str) -> None:
+def main(model_folder: str, log_folder: str, dtype: str) -> None:
     from flowgrpo_rollout_sglang.diffusers_engine import DiffusersEngine
     from flowgrpo_rollout_sglang.engine import SGLangNativeGenerationEngine
 
-    config = EngineConfig(name="bf16", model_path=model_folder, dtype="bf16", log_folder=log_folder)
+    config = EngineConfig(name=dtype, model_path=model_folder, dtype=dtype, log_folder=log_folder)
     engine, oracle = SGLangNativeGenerationEngine(config), DiffusersEngine(config)
-    engine.start()
-    oracle.start()
-    sigmas = tuple(qwen_image_sigmas(8, 16).tolist())
-    found = {}
-    for sde_type, steps in (("sde", (1, 2, 3, 4, 5, 6, 7)), ("dance", tuple(range(8))), ("cps", tuple(range(7)))):
+    exact = DiffusersEngine(replace(config, dtype="fp32"))
+    for each in (engine, oracle, exact):
+        each.start()
+    served, rounding = {}, {}
+    for sde_type, steps in (("sde", tuple(range(1, 8))), ("dance", tuple(range(8))), ("cps", tuple(range(7)))):
         sampling = SamplingConfig(height=32, width=32, num_inference_steps=8, sde_type=sde_type, sde_indices=steps)
         request = GroupRequest(
             group_index=0,
             prompt="a red circle on a blue background",
-            sample_ids=("a", "b", "c", "d"),
+            sample_ids=tuple("abcdefgh"),
             sampling=sampling,
-            sigmas=sigmas,
+            sigmas=tuple(qwen_image_sigmas(8, 16).tolist()),
             sde_indices=steps,
             noise_seed=5,
         )
-        (trajectory,) = engine.generate([request])
-        found[sde_type] = replay_differences(oracle._loaded().transformer, trajectory)
-    print(json.dumps({"differences": found, "group": engine._loaded().pid}), flush=True)
+        served[sde_type] = replay_differences(oracle._loaded().transformer, engine.generate([request])[0])
+        rounding[sde_type] = replay_differences(exact._loaded().transformer, oracle.generate([request])[0])
+    print(json.dumps({"served": served, "rounding": rounding, "group": engine._loaded().pid}), flush=True)
     time.sleep(600)  # until the test kills this process, as a crash of the driver would
 
 

@@ -22,8 +22,9 @@ from flowgrpo_rollout_sglang.sglang_process import ServerProcess
 pytestmark = pytest.mark.timeout(900)  # the server's start is in the first test's time
 
 HERE = Path(__file__).parent
-BF16_ATOL = 1e-4
-"""Nats per element, SGLang's forward against diffusers' in bf16, for sde and dance: eps_clip is 1e-4. Seen: 8e-5."""
+BF16_ATOL, BF16_FACTOR = 1e-4, 4.0
+"""SGLang's forward against diffusers' in bf16: as close as diffusers' own bf16 forward is to its fp32 forward, which on
+this model is 1e-4 in the first steps and 1e-2 in the last, where std is small. Seen: a factor of 0.5 to 2.2."""
 
 
 def group_members(group: int) -> list[psutil.Process]:
@@ -147,10 +148,12 @@ def test_a_scheduler_killed_in_flight_is_told_and_the_engine_starts_again(engine
     assert bool(torch.isfinite(drawn.latents_NUPC).all())
 
 
-def test_in_bf16_replay_agrees_step_by_step_and_a_killed_driver_leaves_no_process(engine, model_folder, tmp_path):
+def test_in_bf16_replay_agrees_up_to_rounding_and_a_killed_driver_leaves_no_process(engine, model_folder, tmp_path):
     engine.stop()  # one server at a time on a small machine
     driver = subprocess.Popen(
-        [sys.executable, str(HERE / "parity.py"), model_folder, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(HERE / "parity.py"), model_folder, str(tmp_path), "bf16"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         line = driver.stdout.readline()
@@ -163,10 +166,9 @@ def test_in_bf16_replay_agrees_step_by_step_and_a_killed_driver_leaves_no_proces
     members = group_members(found["group"])
     psutil.wait_procs(members, timeout=launch._REAP_WITHIN_S + 10)
     assert not group_members(found["group"])
-    for sde_type in ("sde", "dance"):
-        assert max(found["differences"][sde_type]) <= BF16_ATOL, found["differences"][sde_type]
-    # The last steps of cps have a std of 0.02 and less: a velocity off by one bf16 ulp is a tenth of that.
-    assert max(found["differences"]["cps"][:-2]) <= BF16_ATOL, found["differences"]["cps"]
+    for sde_type, served in found["served"].items():
+        bounds = [max(BF16_ATOL, BF16_FACTOR * rounding) for rounding in found["rounding"][sde_type]]
+        assert all(a <= b for a, b in zip(served, bounds, strict=True)), (sde_type, served, bounds)
 
 
 def _listening_port() -> tuple[socket.socket, int]:
