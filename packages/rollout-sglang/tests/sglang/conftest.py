@@ -31,12 +31,19 @@ def make_config(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
-def engine(make_config) -> Iterator:
+def started() -> list:
+    """Engines that run now. A small machine holds one server at a time, so whoever needs another stops these."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def engine(make_config, started) -> Iterator:
     """The server's engine, started once. A test that writes weights must not rely on what they were before."""
     from flowgrpo_rollout_sglang.engine import SGLangNativeGenerationEngine
 
     engine = SGLangNativeGenerationEngine(make_config("served"))
     engine.start()
+    started.append(engine)
     yield engine
     engine.stop()
 

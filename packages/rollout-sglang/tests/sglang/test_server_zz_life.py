@@ -148,8 +148,9 @@ def test_a_scheduler_killed_in_flight_is_told_and_the_engine_starts_again(engine
     assert bool(torch.isfinite(drawn.latents_NUPC).all())
 
 
-def test_in_bf16_replay_agrees_up_to_rounding_and_a_killed_driver_leaves_no_process(engine, model_folder, tmp_path):
-    engine.stop()  # one server at a time on a small machine
+def test_in_bf16_replay_agrees_up_to_rounding_and_a_killed_driver_leaves_no_process(started, model_folder, tmp_path):
+    for engine in started:
+        engine.stop()
     driver = subprocess.Popen(
         [sys.executable, str(HERE / "parity.py"), model_folder, str(tmp_path), "bf16"],
         stdout=subprocess.PIPE,
