@@ -17,7 +17,7 @@ from flowgrpo_rewards.shapes import (
 )
 from PIL import Image, ImageFilter
 
-COMPONENTS = ("background", "color", "shape", "correct")
+COMPONENTS = ("background", "color", "shape", "match", "correct")
 
 
 def pictures(specs, *, size=24, seed=0):

@@ -14,6 +14,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
+# Ray would run its workers at niceness 15: behind everything else on the machine.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray
 

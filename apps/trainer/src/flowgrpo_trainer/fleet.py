@@ -32,7 +32,7 @@ from flowgrpo_trainer.workers import ActorWorker, RewardWorker, RolloutWorker
 log = logging.getLogger(__name__)
 SHARE = 0.3
 """Of a device, for each of rank, engine and scorer: they share it and take turns."""
-CANDIDATES_PER_CALL = 32
+CANDIDATES_PER_CALL = 64
 """Candidates sent to an engine at once: enough to fill a forward, few enough that progress shows."""
 PLACE_TIMEOUT_S = 120.0
 
@@ -123,7 +123,7 @@ def _start(
     settings: Settings, store: ArtifactStore, targets: tuple[str, ...], device: Device, group: Any, stops: list
 ) -> Fleet:
     world = settings.world_size("actor")
-    place = _placer(group, device, world)
+    place = _placer(group, device, settings.run.cpu_threads or max(1, (os.cpu_count() or 1) // world))
     actor_settings = actor_config(settings, device=device)
     actors = [place(ActorWorker, rank).remote(actor_settings, store, rank, world) for rank in range(world)]
     stops.append(lambda: _stop_all(actors))
@@ -179,17 +179,18 @@ def _make_engines(settings: Settings, targets: tuple[str, ...], device: Device, 
     ]
 
 
-def _placer(group: Any, device: Device, world: int) -> Callable[..., Any]:
-    """How a worker class is bound to a bundle, its share of the device and its threads."""
-    # Workers of one machine take turns, so each may use all of its share of the cores.
-    threads = str(max(1, (os.cpu_count() or 1) // world))
+def _placer(group: Any, device: Device, threads: int) -> Callable[..., Any]:
+    """How a worker class is bound to a bundle, its share of the device and its threads.
+
+    Ranks work at the same time, but rank, engine and scorer take turns: each may use all of its rank's cores.
+    """
 
     def place(worker: Any, bundle: int) -> Any:
         return worker.options(
             num_cpus=SHARE,
             num_gpus=SHARE if device == "cuda" else 0,
             # Threads that spin while they wait would slow whatever else runs on the machine by far more than they gain.
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}},
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}},
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
         )
 

@@ -79,6 +79,8 @@ class RunSettings:
     """JSON: for each role [nodes, devices per node], e.g. '{"actor": [1, 8], "rollout": [1, 8]}'."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models run; `auto` takes CUDA where every role finds its GPUs, and says what it took."""
+    cpu_threads: int | None = None
+    """Threads of each worker on the CPU; none divides the cores among the ranks."""
     ray_address: str | None = None
     """Address of a running Ray cluster; none starts a local one."""
     use_fault_tolerance: bool = False

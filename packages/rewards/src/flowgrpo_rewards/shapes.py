@@ -177,6 +177,8 @@ class ShapeScorer:
         color       the same of the object's colour, times evenness of the object
         shape       share of the picture's variance that the asked shape explains, times its softmax
                     probability among all shapes by that share, times a ramp that refuses dots
+        match       background * color * shape: one number to train on. Three components that are normalised apart
+                    and added keep pulling at whichever is already right, as its spread shrinks
         correct     1 if the nearest colours, the best shape and the fit are all right, else 0
 
     Blurs, dots, textures and extra objects are variance that no shape explains, so they lower `shape`.
@@ -186,7 +188,7 @@ class ShapeScorer:
     """
 
     required_tracks: tuple[str, ...] = ("image",)
-    components: tuple[str, ...] = ("background", "color", "shape", "correct")
+    components: tuple[str, ...] = ("background", "color", "shape", "match", "correct")
 
     def __init__(self, *, model_path: str | None = None, device: str = "cpu") -> None:
         del model_path, device
@@ -261,7 +263,8 @@ def score_pixels(picture_BHWC: np.ndarray, specs: Sequence[ShapeSpec]) -> dict[s
     correct = visible_B & (d_ground_B < _COLOR_CORRECT) & (d_color_B < _COLOR_CORRECT)
     correct &= (to_ground_BK.argmin(axis=1) == ground_B) & (to_color_BK.argmin(axis=1) == color_B)
     correct &= (fit_BK.argmax(axis=1) == kind_B) & (fit_B > _FIT_CORRECT) & (size_B > _SIZE_RANGE[1])
-    parts = {"background": background, "color": color, "shape": shape, "correct": correct}
+    match = background * color * shape
+    parts = {"background": background, "color": color, "shape": shape, "match": match, "correct": correct}
     return {name: value_B.astype(np.float32) for name, value_B in parts.items()}
 
 

@@ -78,18 +78,25 @@ class DiffusersEngine:
         return [by_request[id(request)] for request in requests]
 
     def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[GroupRequest]]:
-        """Whole groups that may share a forward: same settings, same text length, up to the limit."""
-        limit = self.config.candidates_per_forward or (32 if self.config.device == "cpu" else 16)
+        """Whole groups that share a schedule, up to the limit of candidates; their texts may differ in length."""
+        limit = self.config.candidates_per_forward or (64 if self.config.device == "cpu" else 16)
         waiting: dict[tuple, list[GroupRequest]] = {}
         for request in requests:
-            length = self._encode(request.prompt).shape[0]
-            key = (request.sampling, request.sigmas, request.sde_indices, length)
+            key = (request.sampling, request.sigmas, request.sde_indices)
             batch = waiting.setdefault(key, [])
             if batch and sum(len(r.sample_ids) for r in batch) + len(request.sample_ids) > limit:
                 yield waiting.pop(key)
                 batch = waiting.setdefault(key, [])
             batch.append(request)
         yield from waiting.values()
+
+    def _texts(self, batch: list[GroupRequest]) -> tuple[Tensor, Tensor | None]:
+        """[B, L, E] one text per candidate and its mask [B, L]; no mask where no text is padded."""
+        texts = [self._encode(request.prompt) for request in batch for _ in request.sample_ids]
+        embeds_BLE = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        lengths_B = torch.tensor([len(text) for text in texts], device=embeds_BLE.device)
+        mask_BL = torch.arange(embeds_BLE.shape[1], device=embeds_BLE.device)[None] < lengths_B[:, None]
+        return embeds_BLE, None if bool(mask_BL.all()) else mask_BL
 
     def _sample(self, batch: list[GroupRequest], version: int) -> list[GroupTrajectory]:
         """The denoising loop for groups that share a schedule."""
@@ -98,9 +105,8 @@ class DiffusersEngine:
         latent_shape = self._latent_shape(first)
         candidates = [(request, sample_id) for request in batch for sample_id in request.sample_ids]
         x_BPC = torch.stack([initial_latent(r.noise_seed, s, latent_shape) for r, s in candidates]).to(device)
-        counts = torch.tensor([len(r.sample_ids) for r in batch])
-        embeds_GLE = torch.stack([self._encode(r.prompt) for r in batch])
-        embeds_BLE = embeds_GLE.repeat_interleave(counts.to(device), dim=0)
+        counts = [len(r.sample_ids) for r in batch]
+        embeds_BLE, mask_BL = self._texts(batch)
         sampling, keep = first.sampling, set(first.state_indices)
         states, log_probs = ([x_BPC] if 0 in keep else []), []
         for k, (sigma, sigma_next) in enumerate(zip(first.sigmas[:-1], first.sigmas[1:], strict=True)):
@@ -111,7 +117,7 @@ class DiffusersEngine:
                 x_BPC,
                 sigma_B.float().to(device),
                 embeds_BLE,
-                None,
+                mask_BL,
                 height=sampling.height,
                 width=sampling.width,
                 vae_scale_factor=pipeline.vae_scale_factor,
@@ -130,7 +136,7 @@ class DiffusersEngine:
         empty = torch.empty(len(candidates), 0)
         states_BUPC = torch.stack(states, dim=1) if states else empty
         log_probs_BS = torch.stack(log_probs, dim=1) if log_probs else empty
-        parts = [t.cpu().split(counts.tolist()) for t in (states_BUPC, log_probs_BS, images_BHWC)]
+        parts = [t.cpu().split(counts) for t in (states_BUPC, log_probs_BS, images_BHWC)]
         return [
             GroupTrajectory(
                 request=request,
