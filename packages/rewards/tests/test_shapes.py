@@ -81,7 +81,8 @@ def test_true_renderings_score_near_one_in_every_component(size):
     specs = all_specs()
     mean = mean_scores(pictures(specs, size=size), specs)
     assert mean["correct"] == 1.0
-    assert min(mean.values()) > 0.9
+    assert min(mean[name] for name in ("background", "color", "shape")) > 0.9
+    assert mean["match"] > 0.85
 
 
 @pytest.mark.parametrize("component", ["background", "color", "shape"])
@@ -89,6 +90,7 @@ def test_a_wrong_attribute_lowers_its_own_component_and_no_other(component):
     specs = all_specs()
     right, wrong = mean_scores(pictures(specs), specs), mean_scores(pictures(with_other(specs, component)), specs)
     assert wrong[component] < 0.1
+    assert wrong["match"] < 0.1
     assert wrong["correct"] == 0.0
     for other in {"background", "color", "shape"} - {component}:
         assert abs(wrong[other] - right[other]) < 0.02
@@ -99,7 +101,7 @@ def test_a_blank_picture_keeps_only_its_background():
     blank = [Image.new("RGB", (24, 24), COLORS[spec.background]) for spec in specs]
     mean = mean_scores(blank, specs)
     assert mean["background"] > 0.99
-    assert (mean["color"], mean["shape"], mean["correct"]) == (0.0, 0.0, 0.0)
+    assert (mean["color"], mean["shape"], mean["match"], mean["correct"]) == (0.0, 0.0, 0.0, 0.0)
 
 
 def test_noise_scores_nothing():
