@@ -45,6 +45,7 @@ class SGLangNativeGenerationEngine:
         self.config = config
         self.name = config.name
         self.policy_version = 0
+        self._model_path = str(Path(config.model_path).resolve())  # the server runs in a folder of its own
         self._port = port
         self._server: ServerProcess | None = None
         self.seconds: dict[str, float] = {}
@@ -62,16 +63,16 @@ class SGLangNativeGenerationEngine:
             patched = patched_copy.ensure()
         except PatchError as error:
             raise EngineError(self.name, f"SGLang is not patched as it must be: {error}", error.remedy) from error
-        if not Path(self.config.model_path, "model_index.json").is_file():
-            raise EngineError(self.name, f"{self.config.model_path} is no model folder", "check --model-path")
+        if not Path(self._model_path, "model_index.json").is_file():
+            raise EngineError(self.name, f"{self._model_path} is no model folder", "check --model-path")
         if self.config.num_gpus > 1:
             what = f"num_gpus = {self.config.num_gpus}: one engine drives one GPU"
             raise EngineError(self.name, what, "set --rollout-num-gpus-per-engine 1 and start more engines")
         environment = OFFLINE | (CPU_ENVIRONMENT if self.config.device == "cpu" else {})
         folder = Path(self.config.log_folder or tempfile.mkdtemp(prefix="flowgrpo-log-"))
-        server = ServerProcess(
-            self.name, patched, _arguments(self.config), environment, folder / f"{self.name}.sglang.log"
-        )
+        log = folder / f"{self.name}.sglang.log"
+        arguments = _arguments(self.config, self._model_path)
+        server = ServerProcess(self.name, patched, arguments, environment, log)
         server.start(self.config.start_timeout_s, self._port)
         self._server = server
         try:
@@ -97,7 +98,7 @@ class SGLangNativeGenerationEngine:
         info = self.info()
         wanted = {
             "pipeline": NATIVE_PIPELINE,
-            "model_path": self.config.model_path,
+            "model_path": self._model_path,
             "dtype": {"bf16": "bfloat16", "fp32": "float32"}[self.config.dtype],
             "device": self.config.device,
         }
@@ -176,7 +177,7 @@ class SGLangNativeGenerationEngine:
             "sde_indices": body["rollout_sde_step_indices"],
             "state_indices": body["rollout_return_step_indices"],
             "policy_version": self.policy_version,
-            "model_path": self.config.model_path,
+            "model_path": self._model_path,
             "unversioned_updates": 0,
         }
         if "sigmas" in body:
@@ -300,7 +301,7 @@ def _read_echo(content: bytes) -> dict[str, Any]:
     return json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["flowgrpo"])
 
 
-def _arguments(config: EngineConfig) -> list[str]:
+def _arguments(config: EngineConfig, model_path: str) -> list[str]:
     """Of `sglang serve`. The model id decides the native pipeline, whatever the folder is called."""
     precision = config.dtype
     # A convolution in bf16 is slow on a CPU, and nothing replays the VAE or the text encoder.
@@ -309,7 +310,7 @@ def _arguments(config: EngineConfig) -> list[str]:
         "--model-type": "diffusion",
         "--backend": "sglang",
         "--model-id": "qwen-image",
-        "--model-path": config.model_path,
+        "--model-path": model_path,
         "--num-gpus": "1",
         "--attention-backend": "torch_sdpa",
         "--warmup-mode": "off",

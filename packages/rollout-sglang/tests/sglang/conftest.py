@@ -1,5 +1,6 @@
 """One patched server for the whole session, in fp32 on the CPU, and the in-process engine beside it."""
 
+import os
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +17,9 @@ TOKENS = (SIDE // 8) ** 2
 
 @pytest.fixture(scope="session")
 def model_folder() -> str:
-    """The tiny trained Qwen-Image that ships with the trainer."""
-    return str(HERE.parents[3] / "apps/trainer/src/flowgrpo_trainer/assets/tiny-qwen-image")
+    """The tiny trained Qwen-Image that ships with the trainer; a relative path, as a user types it."""
+    folder = HERE.parents[3] / "apps/trainer/src/flowgrpo_trainer/assets/tiny-qwen-image"
+    return os.path.relpath(folder)
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ APPLY = "rollout-sglang patch apply"
 def cache_root() -> Path:
     """Where patched copies live: $FLOWGRPO_CACHE, else $XDG_CACHE_HOME/flowgrpo, else ~/.cache/flowgrpo."""
     if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen)
+        return Path(chosen).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flowgrpo"
 
 
