@@ -177,13 +177,12 @@ class ShapeScorer:
         color       the same of the object's colour, times evenness of the object
         shape       share of the picture's variance that the asked shape explains, times its softmax
                     probability among all shapes by that share, times a ramp that refuses dots
-        match       background * color * shape: one number to train on. Three components that are normalised apart
-                    and added keep pulling at whichever is already right, as its spread shrinks
-        match       background x color x shape: high only where all three are
+        match       background * color * shape: high only where all three are
         correct     1 if the nearest colours, the best shape and the fit are all right, else 0
 
     `match` is the one to train on. Once `background` and `color` are nearly solved, normalising each component inside
     its group turns their last differences into full-size advantages, which drown what `shape` still has to say.
+
     Blurs, dots, textures and extra objects are variance that no shape explains, so they lower `shape`.
 
     Args:
