@@ -2,17 +2,21 @@
 
 import pickle
 import socket
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from flowgrpo_fsdp_actor import ActorConfig, FsdpActor
+from diffusers import QwenImageTransformer2DModel
+from flowgrpo_fsdp_actor.adapters.qwen_image import QwenImageAdapter
 from flowgrpo_fsdp_actor.errors import PlanError, RankFailed
-from flowgrpo_fsdp_actor.testing import SAMPLING, draw_rollout
+from flowgrpo_fsdp_actor.testing import SAMPLING as THREE_STEPS
+from flowgrpo_fsdp_actor.testing import draw_rollout
 from flowgrpo_rollout_sglang.sidecar import write_sidecar
 
 from .two_ranks import Case, config_of, failing_rank_main, rank_main
 
+SAMPLING = replace(THREE_STEPS, sde_indices=(1, 3), num_sde_steps=2)
 LORA = {"fsdp_trainable_mode": "lora", "lora_rank": 4, "lora_alpha": 8.0, "lora_merge_mode": True}
 ADAPTER = {**LORA, "lora_merge_mode": False, "lora_adapter_mode": True}
 CHECKPOINTED = {"fsdp_activation_checkpointing": True}
@@ -37,7 +41,8 @@ WEIGHT_TOLERANCE = {"fp32": 2e-5, "bf16": 8e-3}
 def outcomes(model_folder, tmp_path_factory):
     """{case name: (one rank's Outcome, two ranks' Outcome)}. Ranks are forked: importing torch again is the cost."""
     folder = tmp_path_factory.mktemp("two-ranks")
-    jobs = [(case, config_of(case, model_folder, SAMPLING), _sidecars(case, model_folder, folder)) for case in CASES]
+    sidecars = {size: _sidecars(size, model_folder, folder) for size in {case.group_size for case in CASES}}
+    jobs = [(case, config_of(case, model_folder, SAMPLING), sidecars[case.group_size]) for case in CASES]
     one, two = folder / "one.pkl", folder / "two.pkl"
     run_ranks(rank_main, 1, (1, 0, jobs, one))
     run_ranks(rank_main, 2, (2, free_port(), jobs, two))
@@ -80,7 +85,9 @@ def test_two_ranks_report_the_metrics_of_one(outcomes, case):
     tolerance = {"fp32": 1e-3, "bf16": 1e-2}[dtype_of(case)]  # the spread of the ratios is 1e-5, its error 4e-9
     for ours, theirs in zip(one.metrics, two.metrics, strict=True):
         assert {n: ours[n] for n in exact} == {n: theirs[n] for n in exact}
-        for name in ("train/loss", "train/grad_norm", "train/ratio_min", "train/ratio_max", "train/ratio_std"):
+        for name in ("train/ratio_min", "train/ratio_max"):  # within 3e-4 of 1, so compared in units of float32
+            assert theirs[name] == pytest.approx(ours[name], rel=0, abs=2.5e-7), name
+        for name in ("train/loss", "train/grad_norm", "train/ratio_std"):
             assert theirs[name] == pytest.approx(ours[name], rel=tolerance, abs=1e-8), name
     assert one.metrics[0]["train/optimizer_steps"] == case.settings.get("num_updates_per_batch", 1)
 
@@ -99,7 +106,7 @@ def test_two_ranks_move_and_publish_the_weights_of_one(outcomes, case):
 @pytest.mark.parametrize("phase", ["preparing", "forward", "backward", "optimizer", "publishing"])
 def test_a_rank_that_fails_ends_both_ranks_with_its_error_within_seconds(model_folder, tmp_path, phase):
     case = Case("full", 4)
-    job = (case, config_of(case, model_folder, SAMPLING), _sidecars(case, model_folder, tmp_path))
+    job = (case, config_of(case, model_folder, SAMPLING), _sidecars(4, model_folder, tmp_path))
     run_ranks(failing_rank_main, 2, (free_port(), phase, job, tmp_path / "error"))
     (other, waited), (own, _) = (pickle.loads((tmp_path / f"error.{rank}").read_bytes()) for rank in (0, 1))
     assert isinstance(own, PlanError if phase == "preparing" else MemoryError)
@@ -109,17 +116,15 @@ def test_a_rank_that_fails_ends_both_ranks_with_its_error_within_seconds(model_f
     assert waited < 60  # the collectives' own limit is 600
 
 
-def _sidecars(case, model_folder, folder):
+def _sidecars(group_size, model_folder, folder):
     """Four groups, one of them with a longer text, drawn with the untrained policy."""
-    actor = FsdpActor(ActorConfig(model_path=str(model_folder), sampling=SAMPLING, fsdp_param_dtype="fp32"), 0, 1)
-    paths = []
-    for trajectory in draw_rollout(
-        actor._policy.module, actor._adapter, group_size=case.group_size, text_tokens=(7, 7, 9, 7)
-    ):
-        path = folder / f"{case.group_size}_{trajectory.request.group_index}.safetensors"
-        if not path.exists():
-            write_sidecar(path, trajectory)
-        paths.append(path)
+    adapter = QwenImageAdapter(model_folder)
+    policy = QwenImageTransformer2DModel.from_pretrained(model_folder / "transformer")
+    texts = (7, 7, 9, 7)
+    trajectories = draw_rollout(policy, adapter, group_size=group_size, text_tokens=texts, sampling=SAMPLING)
+    paths = [folder / f"{group_size}_{trajectory.request.group_index}.safetensors" for trajectory in trajectories]
+    for path, trajectory in zip(paths, trajectories, strict=True):
+        write_sidecar(path, trajectory)
     return paths
 
 

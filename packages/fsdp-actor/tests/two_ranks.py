@@ -35,7 +35,7 @@ class Outcome:
 
 
 def config_of(case: Case, folder: Path, sampling: Any) -> ActorConfig:
-    common = {"fsdp_param_dtype": "fp32", "lr": 1e-3, "eps_clip": 1e-3, "replay_join": 5, "clip_grad": 0.01}
+    common = {"fsdp_param_dtype": "fp32", "lr": 1e-3, "eps_clip": 1e-3, "replay_join": 6, "clip_grad": 0.01}
     return ActorConfig(
         model_path=str(folder),
         sampling=sampling,
@@ -51,7 +51,7 @@ def run_case(case: Case, config: ActorConfig, sidecars: list[Path], rank: int, w
     policy = actor._policy
     replay = actor._replay(sidecars, advantages)
     plan = actor._plan(*advantages.shape, num_updates=1)
-    forwards = join_forwards(plan[0], replay.shapes, 5)
+    forwards = join_forwards(plan[0], replay.shapes, 6)
     accumulate_gradients(policy, replay, forwards, None, config, ReplayStatistics())
     named = [(strip_transport_wrappers(n), p) for n, p in policy.module.named_parameters() if p.requires_grad]
     # The last block's text stream leads nowhere, so some weights of a full model have no gradient.

@@ -100,6 +100,8 @@ class FsdpActor:
             plan = self._plan(G, N, num_updates=config.num_updates_per_batch)
         with fail_together(f"the update of rollout {rollout_id}"):
             self._join = self._join or choose_join(self._policy, replay, plan, config)
+            if self._device.type == "cuda":  # the peak of this update, not of the probes or of an earlier one
+                torch.cuda.reset_peak_memory_stats(self._device)
             metrics = run_updates(self._policy, replay, plan, self._join, config, f"rollout {rollout_id}")
             metrics |= memory_metrics(self._device)
         seconds = time.perf_counter() - started
