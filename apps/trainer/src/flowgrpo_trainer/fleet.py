@@ -6,6 +6,7 @@ that rank j and engine j meet on the same card.
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -190,7 +191,13 @@ def _placer(group: Any, device: Device, threads: int) -> Callable[..., Any]:
             num_cpus=SHARE,
             num_gpus=SHARE if device == "cuda" else 0,
             # Threads that spin while they wait would slow whatever else runs on the machine by far more than they gain.
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}},
+            runtime_env={
+                "env_vars": {
+                    "OMP_NUM_THREADS": str(threads),
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # the driver's own plug-ins
+                }
+            },
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
         )
 

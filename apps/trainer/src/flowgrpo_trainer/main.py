@@ -4,6 +4,7 @@ Only what a command needs is imported: `trainer preflight` loads neither torch n
 """
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ WRONG = 2
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script. Exit codes: 0 done, 1 failed while running, 2 wrong settings, 130 Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
+    sys.path.append(os.getcwd())  # dotted paths may name modules of the folder that the command is given in
     command = words[0] if words and words[0] in COMMANDS else "run"
     rest = words[1:] if command != "run" or words[:1] == ["run"] else words
     try:

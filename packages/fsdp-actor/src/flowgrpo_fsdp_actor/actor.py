@@ -162,7 +162,7 @@ class FsdpActor:
         return self._publisher.entries()
 
     def wire_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(wire name, whole tensor) in the order of the manifest; each is valid until the next is asked for."""
+        """(wire name, whole tensor) in the order of the manifest; each is valid as long as it is held."""
         self._must_be_awake("wire_tensors")
         with fail_together("gathering weights for the sync"):
             yield from self._publisher.tensors()

@@ -42,7 +42,7 @@ class Publisher:
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(wire name, whole tensor). A tensor is valid until the next one is asked for."""
+        """(wire name, whole tensor), each valid as long as it is held: the sender packs whole buckets at once."""
         if self._config.lora_adapter_mode:
             named = [(n, p) for n, p in self._policy.named_parameters() if self._is_sent(n)]
             whole = gather_together([parameter for _, parameter in named])
@@ -51,7 +51,8 @@ class Publisher:
         for owner, parameters in self._units():
             with _gathered(owner):
                 for name, _ in parameters:
-                    yield self._wire_name(name), self._whole(name)
+                    # A unit's gathered storage goes with its reshard, and a bucket may span units: hand out copies.
+                    yield self._wire_name(name), self._whole(name).clone() if owner is not None else self._whole(name)
 
     def _units(self) -> list[tuple[FSDPModule | None, list[tuple[str, nn.Parameter]]]]:
         """The parameters to send, in order, by the FSDP unit that gathers them."""
