@@ -56,6 +56,7 @@ def test_the_sde_steps_are_the_same_on_every_rank_and_differ_between_rollouts():
         {"sde_timestep_fraction": (0.5, 0.5), "num_sde_steps": 1},
         {},
         {"sde_indices": (0,)},
+        {"sde_type": "cps", "sde_indices": (11,)},
     ],
     ids=str,
 )

@@ -144,6 +144,21 @@ def test_groups_come_back_in_the_order_of_their_requests(engine):
     assert [len(d.images_NHWC) for d in drawn] == [2, 5, 3]
 
 
+@pytest.mark.parametrize("sampling", [{"driver_xt": False}, {"driver_sigmas": False}], ids=str)
+def test_settings_that_ask_for_a_servers_own_noise_or_schedule_are_refused(engine, sampling):
+    with pytest.raises(EngineError):
+        engine.generate([request(**sampling)])
+
+
+def test_texts_of_different_length_share_a_forward_and_change_a_candidate_by_rounding_alone(engine):
+    short, long = PROMPTS[0], "a purple triangle on a yellow background, drawn large"
+    alone = [engine.generate([request(prompt, N=2)])[0] for prompt in (short, long)]
+    together = engine.generate([request(p, N=2, group_index=g) for g, p in enumerate((short, long))])
+    assert len({d.prompt_embeds_LE.shape[0] for d in together}) == 2
+    for one, both in zip(alone, together, strict=True):
+        torch.testing.assert_close(one.latents_NUPC, both.latents_NUPC, atol=5e-5, rtol=0)
+
+
 @pytest.mark.parametrize("sampling", [{"height": 25}, {"width": 30}, {"init_noise_latent_shape": (3, 4, 4)}], ids=str)
 def test_a_size_that_does_not_fit_the_model_is_refused(engine, sampling):
     with pytest.raises(EngineError) as error:

@@ -14,6 +14,7 @@ from flowgrpo_dataprep.source import validate_prompt_file
 from flowgrpo_rollout_sglang.config import Problem
 
 from flowgrpo_trainer.settings import GENERATION_TASKS, Settings
+from flowgrpo_trainer.tracking import problems as tracking_problems
 from flowgrpo_trainer.wiring import actor_config, reward_config
 
 HEADER = "Generative RL config validation failed:"
@@ -51,6 +52,8 @@ def _problems(s: Settings) -> Iterator[Problem]:
     yield from _data_problems(s)
     yield from _hook_problems(s)
     yield from _place_problems(s)
+    tracking = s.tracking
+    yield from tracking_problems(use_clearml=tracking.use_clearml, metrics_service=tracking.use_metrics_service)
 
 
 def _scope_problems(s: Settings) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from flowgrpo_trainer.progress import RunProgress
 from flowgrpo_trainer.recipe_record import write_recipe_record
 from flowgrpo_trainer.report import write_report
 from flowgrpo_trainer.rollout import RolloutContext
-from flowgrpo_trainer.run_folder import Evaluation, RunFolder
+from flowgrpo_trainer.run_folder import Evaluation, RunFolder, RunFolderError
 from flowgrpo_trainer.settings import Settings
 from flowgrpo_trainer.sync import Publisher
 from flowgrpo_trainer.tracking import open_trackers
@@ -90,8 +90,7 @@ def train_session(settings: Settings, recipe: str, warnings: Sequence[str]) -> i
         raise
     finally:
         tracker.close()
-        page = write_report(folder.path)
-        _say_result(folder, page, time.monotonic() - started)
+        _report(folder, time.monotonic() - started)
     return 0
 
 
@@ -186,16 +185,23 @@ def _run(
     )
 
 
-def _say_result(folder: RunFolder, page: Any, seconds: float) -> None:
-    """The last lines of a run: what it won, how long it took, where to look."""
+def _report(folder: RunFolder, seconds: float) -> None:
+    """The last lines of a run: what it won, how long it took, where to look.
+
+    A report that cannot be written is said, and does not hide the error that ended the run.
+    """
     console = Console(highlight=False, soft_wrap=True)
-    evaluations = folder.read_evals()
-    if len(evaluations) > 1:
-        first, last = evaluations[0], evaluations[-1]
-        for name in last.sets:
-            before, after = _summary(first, name), _summary(last, name)
-            console.print(f"held-out {name}, {len(last.sets[name])} pictures: {before} -> {after}")
-    console.print(f"{seconds / 60:.1f} minutes; report: {page}")
+    try:
+        page = write_report(folder.path)
+        evaluations = folder.read_evals()
+        if len(evaluations) > 1:
+            first, last = evaluations[0], evaluations[-1]
+            for name in last.sets:
+                before, after = _summary(first, name), _summary(last, name)
+                console.print(f"held-out {name}, {len(last.sets[name])} pictures: {before} -> {after}")
+        console.print(f"{seconds / 60:.1f} minutes; report: {page}")
+    except (OSError, RunFolderError) as error:
+        console.print(f"no report: {error}")
     console.print(f"all files: {folder.path}")
 
 

@@ -175,6 +175,13 @@ class SamplingConfig:
                 "that the engine never sampled.",
                 'leave 0 out of sde_indices, sde_pool and the window, or set sde_type to "dance"',
             )
+        last = self.num_inference_steps - 1
+        if self.sde_type == "cps" and last in reachable:
+            yield Problem(
+                f"{where}trains SDE step {last} under cps",
+                "The last step of `cps` adds no noise, so it has no density to train on.",
+                f"leave {last} out of sde_indices, sde_pool and the window",
+            )
 
 
 def _typed(key: str, value: Any, default: Any) -> Any:

@@ -70,6 +70,12 @@ class DiffusersEngine:
         """Draws every candidate of every request. See `RolloutEngine.generate`."""
         if self._asleep:
             raise EngineError(self.name, f"asked to generate while {sorted(self._asleep)} sleep", "call wake() first")
+        if any(not (r.sampling.driver_xt and r.sampling.driver_sigmas) for r in requests):
+            raise EngineError(
+                self.name,
+                "driver_xt or driver_sigmas false means a server's own noise or schedule, which this engine lacks",
+                "leave both true, or use SGLangNativeGenerationEngine",
+            )
         by_request: dict[int, GroupTrajectory] = {}
         with self._loaded_receiver().serving() as version:
             for batch in self._batches(requests):
