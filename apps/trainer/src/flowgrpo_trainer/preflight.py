@@ -14,7 +14,6 @@ from flowgrpo_dataprep.source import validate_prompt_file
 from flowgrpo_rollout_sglang.config import Problem
 
 from flowgrpo_trainer.settings import GENERATION_TASKS, Settings
-from flowgrpo_trainer.tracking import problems as tracking_problems
 from flowgrpo_trainer.wiring import actor_config, reward_config
 
 HEADER = "Generative RL config validation failed:"
@@ -52,8 +51,7 @@ def _problems(s: Settings) -> Iterator[Problem]:
     yield from _data_problems(s)
     yield from _hook_problems(s)
     yield from _place_problems(s)
-    tracking = s.tracking
-    yield from tracking_problems(use_clearml=tracking.use_clearml, metrics_service=tracking.use_metrics_service)
+    yield from _tracking_problems(s)
 
 
 def _scope_problems(s: Settings) -> Iterator[Problem]:
@@ -318,6 +316,14 @@ def _write_problem(path: Path) -> str | None:
     except OSError as error:
         return f"{nearest} cannot be written: {error.strerror}."
     return None
+
+
+def _tracking_problems(s: Settings) -> Iterator[Problem]:
+    tracking = s.tracking
+    if tracking.use_clearml or tracking.use_metrics_service is not None:
+        from flowgrpo_trainer.tracking import problems  # brings HTTP along, which few runs need
+
+        yield from problems(use_clearml=tracking.use_clearml, metrics_service=tracking.use_metrics_service)
 
 
 def _warnings(s: Settings) -> Iterator[str]:
