@@ -67,6 +67,8 @@ def export(words: Sequence[str]) -> int:
 def run(words: Sequence[str]) -> int:
     """`trainer [--recipe ...] [flags]`: trains, evaluates, writes the report."""
     settings, recipe = parse(words)
+    if recipe == "none":
+        print("no --recipe given: starting from the flags' own defaults (--recipe quickstart is the trial run)")
     warnings = validate_generative_config(settings)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     settings = _with_folders(settings, recipe)
