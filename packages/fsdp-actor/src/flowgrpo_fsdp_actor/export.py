@@ -161,7 +161,8 @@ def export_adapter(checkpoint: Checkpoint, output: Path, base: str = "") -> None
 def _diffusers_metadata(config: dict[str, Any]) -> dict[str, Any]:
     """What diffusers reads rank and alpha from; without it alpha would default to the rank, another policy."""
     names = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias")
-    return {f"transformer.{name}": config[name] for name in names}
+    plain = {"rank_pattern": {}, "alpha_pattern": {}, "use_dora": False, "lora_bias": False}
+    return {f"transformer.{name}": value for name, value in ({n: config[n] for n in names} | plain).items()}
 
 
 def _check_base(checkpoint: Checkpoint, base: Path, part: str) -> None:
