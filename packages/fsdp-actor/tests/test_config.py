@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from flowgrpo_fsdp_actor import ActorConfig, FsdpActor, errors
-from flowgrpo_fsdp_actor.names import strip_transport_wrappers
+from flowgrpo_rollout_sglang.wire.manifest import strip_transport_wrappers
 
 LORA = {"fsdp_trainable_mode": "lora", "lora_rank": 4, "lora_alpha": 8.0}
 
@@ -50,7 +50,7 @@ def test_the_actor_refuses_all_problems_at_once_before_it_loads_anything():
 def test_settings_and_plan_import_without_torch_or_numpy():
     code = (
         "import sys, flowgrpo_fsdp_actor, flowgrpo_fsdp_actor.config, flowgrpo_fsdp_actor.plan, "
-        "flowgrpo_fsdp_actor.adapters, flowgrpo_fsdp_actor.names; "
+        "flowgrpo_fsdp_actor.adapters, flowgrpo_rollout_sglang.wire.manifest; "
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

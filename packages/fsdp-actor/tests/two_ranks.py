@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from flowgrpo_fsdp_actor import ActorConfig, FsdpActor, init_process_group
 from flowgrpo_fsdp_actor.metrics import ReplayStatistics
-from flowgrpo_fsdp_actor.names import strip_transport_wrappers
 from flowgrpo_fsdp_actor.plan import join_forwards
 from flowgrpo_fsdp_actor.update import accumulate_gradients
+from flowgrpo_rollout_sglang.wire.manifest import strip_transport_wrappers
 from torch.distributed.tensor import DTensor
 
 

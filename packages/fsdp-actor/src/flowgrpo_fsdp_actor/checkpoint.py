@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from flowgrpo_rollout_sglang.wire.manifest import strip_transport_wrappers
 from torch import Tensor, nn
 
 from flowgrpo_fsdp_actor.errors import CheckpointMismatch
-from flowgrpo_fsdp_actor.names import strip_transport_wrappers
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 

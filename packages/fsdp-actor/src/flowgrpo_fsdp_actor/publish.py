@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from flowgrpo_rollout_sglang.wire.manifest import strip_transport_wrappers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -20,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from flowgrpo_fsdp_actor.adapters.base import GenerativeModelAdapter
 from flowgrpo_fsdp_actor.config import ActorConfig
 from flowgrpo_fsdp_actor.lora import ADAPTER, is_lora
-from flowgrpo_fsdp_actor.names import strip_transport_wrappers
 
 
 class Publisher:

@@ -6,6 +6,7 @@ rows of each tensor from the files. Next on the reading path: `plan`.
 
 import torch
 import torch.distributed as dist
+from flowgrpo_rollout_sglang.wire.manifest import strip_transport_wrappers
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,6 @@ from flowgrpo_fsdp_actor.adapters.base import GenerativeModelAdapter, TrainModel
 from flowgrpo_fsdp_actor.config import ActorConfig
 from flowgrpo_fsdp_actor.distributed import init_lone_process_group
 from flowgrpo_fsdp_actor.lora import check_trainable_boundary, initial_lora, inject_lora, is_lora
-from flowgrpo_fsdp_actor.names import strip_transport_wrappers
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
