@@ -7,14 +7,16 @@
         weight_sync_manifest.json
         metrics.jsonl                the run's metrics so far
         adapter_contract.json        what a resume must match: mode, base-model hash, LoRA settings
-        COMMITTED                    last; the only thing that a resume trusts
+        COMMITTED                    last; the only thing that a resume trusts. Holds the small files' SHA-256
     <save>/<task>/latest_checkpointed_iteration.txt, and the same one level up
 
 Shards are safetensors rather than DCP's own format, whose index is a pickle: a checkpoint from a stranger cannot
 run code here. Every function that takes an actor is collective: all ranks call it.
 """
 
+import hashlib
 import json
+import pickle
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,8 +29,9 @@ import torch.distributed.checkpoint as dcp
 from flowgrpo_rollout_sglang.files import write_atomic
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from flowgrpo_fsdp_actor.checkpoint_shards import write_shards
 from flowgrpo_fsdp_actor.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
 COMMITTED = "COMMITTED"
 LATEST = "latest_checkpointed_iteration.txt"
 HISTORY = "metrics.jsonl"
+RESTORE = "restore it, or move this iteration's folder away to go on from the one before"
+READERS = 4
+"""Shard files that a rank reads at a time."""
 JSON_FILES = ("trainer_state.json", "weight_sync_manifest.json", "adapter_contract.json")
 
 
@@ -95,10 +101,15 @@ def save_checkpoint(
     folder, first = tree.iteration(n), dist.get_rank() == 0
     failed = _attempt(lambda: _fresh(folder) if first else None)
     _all_or_none(failed, folder)
-    failed = _attempt(lambda: _write_shards(actor, folder))
-    _all_or_none(failed, folder)  # the MIN all-reduce: every rank has written
-    failed = _attempt(lambda: _commit(tree, n, documents, history) if first else None)
-    _all_or_none(failed, folder)
+    try:
+        failed = _attempt(lambda: _write_shards(actor, folder))
+        _all_or_none(failed, folder)  # the MIN all-reduce: every rank has written
+        failed = _attempt(lambda: _commit(tree, n, documents, history) if first else None)
+        _all_or_none(failed, folder)
+    except CheckpointError:
+        if first and not (folder / COMMITTED).is_file():
+            shutil.rmtree(folder, ignore_errors=True)  # what it holds may be what filled the disk
+        raise
 
 
 def load_checkpoint(actor: "FsdpActor", tree: CheckpointTree, n: int) -> dict[str, Any]:
@@ -109,10 +120,13 @@ def load_checkpoint(actor: "FsdpActor", tree: CheckpointTree, n: int) -> dict[st
     """
     folder = tree.iteration(n)
     state: dict[str, Any] = {}
+    random_states: dict[str, Any] = {}
 
     def check() -> None:
         state.update(read_documents(folder)["trainer_state.json"])
-        _check_files(folder, state["files"])
+        rng = folder / f"rng_rank{dist.get_rank()}.pt"
+        if rng.is_file():  # fewer ranks wrote than read now: the new ranks keep their own
+            random_states.update(_read_rng(rng))
 
     _all_or_none(_attempt(check), folder)
     live = actor.checkpoint_state()
@@ -120,25 +134,45 @@ def load_checkpoint(actor: "FsdpActor", tree: CheckpointTree, n: int) -> dict[st
     _all_or_none(_attempt(lambda: dcp.load(_flat(live), storage_reader=_reader(folder))), folder)
     actor.load_checkpoint_state(live)
     actor.lr_scheduler_steps = state["lr_scheduler_steps"]
-    rng = folder / f"rng_rank{dist.get_rank()}.pt"
-    if rng.is_file():  # fewer ranks wrote than read now: the new ranks keep their own
-        actor.load_rng_state(torch.load(rng, weights_only=True))
+    if random_states:
+        actor.load_rng_state(random_states)
     return state
 
 
 def read_documents(folder: Path) -> dict[str, Any]:
-    """The JSON files of a committed checkpoint. Raises CheckpointError for one that is missing or spoilt."""
+    """The JSON files of a committed checkpoint, every one of whose files is there, whole.
+
+    Raises CheckpointError naming the file: missing, cut, changed after the commit, or not JSON.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(str(folder), "there is no such checkpoint", "name an iteration that was saved")
     if not (folder / COMMITTED).is_file():
         raise CheckpointError(str(folder), "is not committed", "resume from a folder that holds COMMITTED")
-    documents = {}
-    for name in JSON_FILES:
-        try:
-            documents[name] = json.loads((folder / name).read_text())
-        except FileNotFoundError:
-            raise CheckpointError(str(folder / name), "is missing", "restore the checkpoint") from None
-        except (OSError, ValueError) as error:
-            raise CheckpointError(str(folder / name), f"cannot be read: {error}", "restore the checkpoint") from error
+    documents: dict[str, Any] = {}
+    try:
+        for name, digest in _read_json(folder / COMMITTED)["sha256"].items():
+            if hashlib.sha256(_read(folder / name)).hexdigest() != digest:
+                raise CheckpointError(str(folder / name), "was changed after it was saved", RESTORE)
+        documents = {name: _read_json(folder / name) for name in JSON_FILES}
+        sizes: dict[str, int] = documents["trainer_state.json"]["files"]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            str(folder), f"lacks what a checkpoint holds ({type(error).__name__}: {error})", RESTORE
+        ) from error
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(str(path), "is missing", RESTORE)
+        if (found := path.stat().st_size) != size:
+            raise CheckpointError(str(path), f"has {found} bytes, {size} were written", RESTORE)
     return documents
+
+
+def commit_record(folder: Path, n: int) -> str:
+    """The content of COMMITTED: which iteration, and the SHA-256 of every file beside the shards."""
+    small = sorted(path for path in folder.iterdir() if path.is_file() and path.name != COMMITTED)
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in small}
+    return json.dumps({"iteration": n, "sha256": digests}, indent=2) + "\n"
 
 
 def rotate(tree: CheckpointTree, keep: int) -> list[int]:
@@ -174,8 +208,7 @@ def _fresh(folder: Path) -> None:
 
 
 def _write_shards(actor: "FsdpActor", folder: Path) -> None:
-    writer = HuggingFaceStorageWriter(str(folder / "fsdp"), save_distributed=True)
-    dcp.save(_flat(actor.checkpoint_state()), storage_writer=writer)
+    write_shards(_flat(actor.checkpoint_state()), folder / "fsdp", dist.get_rank())
     state = actor.rng_state()
     write_atomic(folder / f"rng_rank{dist.get_rank()}.pt", lambda temporary: torch.save(state, temporary))
 
@@ -188,18 +221,35 @@ def _commit(tree: CheckpointTree, n: int, documents: Mapping[str, Any], history:
         value = documents[name] | ({"files": sizes} if name == "trainer_state.json" else {})
         text = json.dumps(value, indent=2, ensure_ascii=False)
         write_atomic(folder / name, lambda temporary, text=text: temporary.write_text(text))
-    write_atomic(folder / COMMITTED, lambda temporary: temporary.write_text(f"{n}\n"))
+    record = commit_record(folder, n)
+    write_atomic(folder / COMMITTED, lambda temporary: temporary.write_text(record))
     for latest in (tree.folder / LATEST, tree.save / LATEST):
         write_atomic(latest, lambda temporary: temporary.write_text(f"{n}\n"))
 
 
-def _check_files(folder: Path, sizes: Mapping[str, int]) -> None:
-    for name, size in sizes.items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(str(path), "is missing", "restore the checkpoint")
-        if (found := path.stat().st_size) != size:
-            raise CheckpointError(str(path), f"has {found} bytes, {size} were written", "restore the checkpoint")
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(str(path), "is missing", RESTORE) from None
+    except OSError as error:
+        raise CheckpointError(str(path), f"cannot be read: {error.strerror}", "see its permissions") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(_read(path))
+    except ValueError as error:
+        raise CheckpointError(str(path), f"is not JSON: {error}", RESTORE) from error
+
+
+def _read_rng(path: Path) -> dict[str, Any]:
+    """Tensors and plain values only: anything else in it is refused, not run."""
+    try:
+        return torch.load(path, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        first = str(error).splitlines()[0]
+        raise CheckpointError(str(path), f"holds no random state: {first}", RESTORE) from error
 
 
 def _check_tensors(folder: Path, live: Mapping[str, Tensor]) -> None:
@@ -214,7 +264,7 @@ def _check_tensors(folder: Path, live: Mapping[str, Tensor]) -> None:
                         count *= length
                     stored[name] = stored.get(name, 0) + count
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(str(path), f"cannot be read: {error}", "restore the checkpoint") from error
+            raise CheckpointError(str(path), f"cannot be read: {error}", RESTORE) from error
     wrong = [name for name in live if stored.get(name, 0) < live[name].numel()]
     wrong += [name for name in stored if name not in live]
     if wrong:
@@ -230,7 +280,7 @@ def _flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _reader(folder: Path) -> HuggingFaceStorageReader:
-    return HuggingFaceStorageReader(str(folder / "fsdp"))
+    return HuggingFaceStorageReader(str(folder / "fsdp"), thread_count=READERS)
 
 
 def _attempt(work: Any) -> Exception | None:

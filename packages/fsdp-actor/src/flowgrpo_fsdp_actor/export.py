@@ -24,7 +24,6 @@ from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree, read_documents
 from flowgrpo_fsdp_actor.contract import base_model_hash
 from flowgrpo_fsdp_actor.errors import ExportError
 
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 PREFIX = "model/"
 
 
