@@ -29,6 +29,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
+from flowgrpo_rollout_sglang.files import fsync_folder, write_atomic
+
 from flowgrpo_trainer import provenance
 
 EndState = Literal["finished", "interrupted", "failed"]
@@ -254,18 +256,8 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Temporary file beside `path`, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _fsync_folder(path.parent)
+    """Replace `path` by `data`, in one step."""
+    write_atomic(path, lambda temporary: temporary.write_bytes(data))
 
 
 def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
@@ -287,7 +279,7 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
             file.truncate(end)
             raise
     if not existed:
-        _fsync_folder(path.parent)
+        fsync_folder(path.parent)
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -337,14 +329,6 @@ def _intact_size(file: Any) -> int:
     except ValueError:
         end = before
     return start + end
-
-
-def _fsync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _eval_step(path: Path) -> int:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
-    """Lets `write` fill `<path>.tmp`, then makes it `path` in one step.
+    """Lets `write` fill a hidden file of this process beside `path`, then makes it `path` in one step.
 
     A process killed at any moment leaves the old file or the new one, never a half of either; a leftover
-    `.tmp` is never read. OSError (full disk, read-only folder) passes through with the path in it.
+    `.<name>.<pid>.tmp` is never read. OSError (full disk, read-only folder) passes through with the path in it.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
         descriptor = os.open(temporary, os.O_RDONLY)
@@ -23,11 +23,11 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _fsync_folder(path.parent)
+    fsync_folder(path.parent)
 
 
-def _fsync_folder(folder: Path) -> None:
-    """Makes the rename itself durable."""
+def fsync_folder(folder: Path) -> None:
+    """Makes a rename or a new file in `folder` itself durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
