@@ -22,6 +22,8 @@ class Effort:
     """Samples of a measurement; its median is reported."""
     sample_seconds: float = 0.01
     """Least time of one sample: shorter calls are repeated inside it."""
+    enough_seconds: float = 60.0
+    """A measurement by `wall` that took this long ends, once it has three samples."""
 
 
 SMOKE = Effort(samples=3, sample_seconds=0.0005)
@@ -65,7 +67,7 @@ def measure(call: Callable[..., Any], inputs: Sequence[tuple], timer: Timer, eff
 def _wall(call: Callable[..., Any], inputs: Sequence[tuple], effort: Effort) -> Timing:
     samples, turn = [], 0
     _synchronize()
-    while len(samples) < effort.samples:
+    while len(samples) < effort.samples and (len(samples) < 3 or sum(samples) < effort.enough_seconds):
         calls, start = 0, time.perf_counter()
         while True:
             call(*inputs[turn % len(inputs)])
