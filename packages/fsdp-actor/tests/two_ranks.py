@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flowgrpo_fsdp_actor import ActorConfig, FsdpActor, init_process_group
+from flowgrpo_fsdp_actor import ActorConfig, FsdpActor, gather, init_process_group
 from flowgrpo_fsdp_actor.metrics import ReplayStatistics
 from flowgrpo_fsdp_actor.plan import join_forwards
 from flowgrpo_fsdp_actor.update import accumulate_gradients
@@ -89,6 +89,7 @@ def failing_rank_main(rank: int, port: int, phase: str, job: tuple[Case, ActorCo
     torch.set_num_threads(1)
     init_process_group(rank, 2, "127.0.0.1", port, "cpu")
     case, config, sidecars = job
+    gather.CHUNK_BYTES = 2**16  # many gathers, also of a tiny model
     actor = FsdpActor(config, rank, 2)
     advantages = advantages_of(case, len(sidecars))
     if rank == 1:
@@ -116,4 +117,4 @@ def break_phase(actor: FsdpActor, phase: str) -> None:
     elif phase == "optimizer":
         actor._policy.optimizer.register_step_pre_hook(fail)
     elif phase == "publishing":
-        actor._publisher._wire_name = fail
+        actor._publisher._wire_name = fail  # asked for the first tensor, with most gathers still to come

@@ -148,10 +148,6 @@ class ActorWorker:
         A rank without an engine of its own (`engine` None) only takes part in the gather.
         Raises: WeightSyncError naming the engine, the version and the tensors.
         """
-        if engine is None:
-            for _ in self._actor.wire_tensors():
-                pass
-            return None
         manifest = self._sender.manifest(
             self._actor.wire_manifest_entries(),
             version=version,
@@ -159,8 +155,8 @@ class ActorWorker:
             base_version=base_version,
         )
         self._last_manifest = json.loads(manifest.to_json())
-        client = EngineClient(engine, name)
-        return self._sender.send(self._actor.wire_tensors(), manifest, client, must_change=must_change)
+        client = EngineClient(engine, name) if engine is not None else None
+        return self._actor.send_weights(self._sender, manifest, client, must_change=must_change)
 
     def save_checkpoint(
         self, tree: "CheckpointTree", n: int, state: dict[str, Any], contract: dict[str, Any], history: str

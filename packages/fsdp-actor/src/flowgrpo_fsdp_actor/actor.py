@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from flowgrpo_rollout_sglang.request import GroupTrajectory
 from flowgrpo_rollout_sglang.sidecar import read_sidecar
+from flowgrpo_rollout_sglang.wire import FullWeightManifest, SyncReport, WeightSender
+from flowgrpo_rollout_sglang.wire.sender import WeightReceiverClient
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,6 +30,7 @@ from flowgrpo_fsdp_actor.errors import ActorAsleep, ConfigRefused, PlanError
 from flowgrpo_fsdp_actor.join import choose_join
 from flowgrpo_fsdp_actor.metrics import memory_metrics
 from flowgrpo_fsdp_actor.optimizer import local, lr_at_step, make_adamw
+from flowgrpo_fsdp_actor.out_of_memory import GATHER, LOADING, PARITY, SLEEP, WAKE
 from flowgrpo_fsdp_actor.plan import MicroBatch, plan_updates
 from flowgrpo_fsdp_actor.publish import Publisher
 from flowgrpo_fsdp_actor.replay import Replay
@@ -64,7 +67,7 @@ class FsdpActor:
         self._adapter = load_adapter(config.model_adapter_path, config.model_path)
         if config.generation_task not in self._adapter.supported_tasks:
             raise ConfigRefused((f"{self._adapter.family} cannot train the task {config.generation_task!r}",))
-        with fail_together("loading the model"):
+        with fail_together(LOADING):
             module = build_policy(config, self._adapter, rank, world_size)
         trainable = [p for p in module.parameters() if p.requires_grad]
         self._policy = Policy(module, trainable, make_adamw(config, trainable))
@@ -120,7 +123,7 @@ class FsdpActor:
         with agree("preparing the parity check"):
             replay = self._replay(sidecars, None)
             plan = self._plan(*replay.groups_and_candidates, num_updates=1)
-        with fail_together("the parity check"):
+        with fail_together(PARITY):
             return replay.parity(self._policy.module, plan[0], join or self.config.replay_join or PARITY_JOIN)
 
     def _plan(self, num_groups: int, group_size: int, *, num_updates: int) -> tuple[tuple[MicroBatch, ...], ...]:
@@ -162,10 +165,36 @@ class FsdpActor:
         return self._publisher.entries()
 
     def wire_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(wire name, whole tensor) in the order of the manifest; each is valid as long as it is held."""
+        """(wire name, whole tensor) in the order of the manifest; each is valid as long as it is held.
+
+        To be taken to the end on every rank: the gathers inside are collective.
+        """
         self._must_be_awake("wire_tensors")
-        with fail_together("gathering weights for the sync"):
+        with fail_together(GATHER):
             yield from self._publisher.tensors()
+
+    def send_weights(
+        self,
+        sender: WeightSender,
+        manifest: FullWeightManifest,
+        receiver: WeightReceiverClient | None,
+        *,
+        must_change: bool = False,
+    ) -> SyncReport | None:
+        """Gathers the policy and sends it to this rank's engine, up to and including verify; commits nothing.
+
+        A rank without an engine of its own (`receiver` None), and one whose engine fails, still takes part in the
+        gather to its end: the other ranks, whose engines are well, wait for its shards.
+        Raises: WeightSyncError naming the engine, the version and the tensors.
+        """
+        tensors = self.wire_tensors()
+        try:
+            if receiver is not None:
+                return sender.send(tensors, manifest, receiver, must_change=must_change)
+        finally:
+            for _ in tensors:
+                pass
+        return None
 
     def publish_succeeded(self, version: int) -> None:
         """Every engine committed `version`: it is the policy's version from now on. Not collective."""
@@ -179,7 +208,7 @@ class FsdpActor:
 
     def sleep(self) -> int:
         """Gives the device memory of weights and optimizer back; returns the bytes freed. Not collective."""
-        with fail_together("sleep"):
+        with fail_together(SLEEP):
             self._policy.optimizer.zero_grad(set_to_none=True)
             for module in self._policy.module.modules():
                 if isinstance(module, FSDPModule):
@@ -195,7 +224,7 @@ class FsdpActor:
 
     def wake(self) -> int:
         """Brings back what `sleep` freed, bit for bit; returns the bytes restored. Not collective."""
-        with fail_together("wake"):
+        with fail_together(WAKE):
             return self._memory.wake()
 
     @property
