@@ -1,5 +1,6 @@
 """The in-process engine on the tiny Qwen-Image that ships with the trainer: real diffusers parts, on the CPU."""
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from flowgrpo_math import qwen_image_sigmas, transition_logp
 from flowgrpo_math.transition import transition
 from flowgrpo_rollout_sglang.config import EngineConfig, SamplingConfig
 from flowgrpo_rollout_sglang.diffusers_engine import MAX_TEXT_TOKENS, DiffusersEngine
-from flowgrpo_rollout_sglang.engine import EngineError
+from flowgrpo_rollout_sglang.engine import EngineError, EngineOutOfMemory
 from flowgrpo_rollout_sglang.noise import initial_latent
 from flowgrpo_rollout_sglang.request import GroupRequest
 from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
@@ -253,3 +254,29 @@ def test_an_adapter_engine_starts_as_the_base_takes_an_adapter_and_no_full_weigh
     engine.commit(1)
     assert not torch.equal(engine.generate([asked])[0].images_NHWC, base.generate([asked])[0].images_NHWC)
     sender.close()
+
+
+@pytest.mark.parametrize(
+    ("phase", "module", "remedy"),
+    [
+        ("encoding a prompt", "text_encoder", "--offload-train"),
+        ("denoising 4 candidates", "transformer", "--candidates-per-forward"),
+        ("decoding 4 pictures", "vae.decoder", "--candidates-per-forward"),
+    ],
+)
+def test_out_of_memory_says_phase_bytes_and_what_to_lower(engine, phase, module, remedy):
+    def fail(*_):
+        raise torch.OutOfMemoryError("Tried to allocate 3.00 GiB. GPU 0 has ... of which 128.00 MiB is free.")
+
+    owner, *inner = module.split(".")
+    part = getattr(engine._loaded(), owner).get_submodule(".".join(inner))
+    hook = part.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(EngineOutOfMemory) as caught:
+            engine.generate([request(f"a prompt for {module}")])
+    finally:
+        hook.remove()
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert (error.engine, error.phase, error.asked, error.free) == ("engine0", phase, 3 << 30, 1 << 27)
+    assert remedy in error.lower
+    assert all(words in str(error) for words in ("engine0", phase, "3.00 GiB", "0.12 GiB", remedy))

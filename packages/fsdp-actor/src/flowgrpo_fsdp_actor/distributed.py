@@ -15,13 +15,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from flowgrpo_fsdp_actor.errors import OutOfDeviceMemory, RankFailed
+from flowgrpo_fsdp_actor.errors import RankFailed
+from flowgrpo_fsdp_actor.out_of_memory import named
 
 FAILURE_KEY = "flowgrpo/first_failure"
-LOWER_MEMORY = (
-    "lower --replay-join or --micro-batch-size, set --fsdp-activation-checkpointing, or use more GPUs; "
-    "nothing else should hold memory on this card while the actor is awake"
-)
 
 
 def init_process_group(
@@ -69,15 +66,13 @@ def fail_together(phase: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        named = (
-            OutOfDeviceMemory(phase, str(error), LOWER_MEMORY) if isinstance(error, torch.OutOfMemoryError) else error
-        )
-        first = _first_failure(phase, named)
+        said = named(error, phase)
+        first = _first_failure(phase, said)
         if first is not None:
             raise RankFailed(*first) from error
-        if named is error:
+        if said is error:
             raise
-        raise named from error
+        raise said from error
 
 
 def _first_failure(phase: str, error: BaseException) -> tuple[int, str, str] | None:
@@ -132,7 +127,7 @@ def agree(phase: str) -> Iterator[None]:
     try:
         yield
     except Exception as caught:  # handed on below, on every rank
-        error = caught
+        error = named(caught, phase)
     if dist.is_initialized() and dist.get_world_size() > 1:
         failed = torch.tensor(int(error is not None))
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)

@@ -1,6 +1,8 @@
 # ruff: noqa: N818  (the names say what happened)
 """What can go wrong in the actor: one class per failure that a caller can act on, each picklable for Ray."""
 
+from flowgrpo_rollout_sglang.device_memory import shortage
+
 
 class ActorError(RuntimeError):
     """Base of the actor's own errors; its arguments rebuild it when it is unpickled."""
@@ -126,14 +128,18 @@ class RankFailed(ActorError):
 
 
 class OutOfDeviceMemory(ActorError):
-    """The device ran out of memory: in which phase, and what to lower."""
+    """The card ran out of memory: on which rank, in which phase, how much was missing, and what to lower."""
 
-    def __init__(self, phase: str, error: str, lower: str):
-        super().__init__(phase, error, lower)
-        self.phase, self.error, self.lower = phase, error, lower
+    def __init__(self, phase: str, rank: int, asked: int | None, free: int | None, lower: str, error: str):
+        super().__init__(phase, rank, asked, free, lower, error)
+        self.phase, self.rank, self.asked, self.free = phase, rank, asked, free
+        self.lower, self.error = lower, error
 
     def __str__(self) -> str:
-        return f"out of device memory in {self.phase}: {self.error}\nhint: {self.lower}"
+        return (
+            f"rank {self.rank} ran out of device memory in {self.phase}: {shortage(self.asked, self.free)}\n"
+            f"  {self.error}\nhint: lower {self.lower}; `trainer plan` tells the need of each phase beforehand"
+        )
 
 
 class CheckpointMismatch(ActorError):

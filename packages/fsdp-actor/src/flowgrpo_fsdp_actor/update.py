@@ -26,6 +26,7 @@ from flowgrpo_fsdp_actor.distributed import all_reduced
 from flowgrpo_fsdp_actor.errors import MicroBatchCountMismatch, ReplayMismatch
 from flowgrpo_fsdp_actor.metrics import ReplayStatistics
 from flowgrpo_fsdp_actor.optimizer import fingerprint, gradient_norm, lr_at_step, scale_gradients
+from flowgrpo_fsdp_actor.out_of_memory import OPTIMIZER, REPLAY, memory_phase
 from flowgrpo_fsdp_actor.plan import MicroBatch, Transition, join_forwards
 from flowgrpo_fsdp_actor.replay import Replay
 
@@ -62,10 +63,12 @@ def run_updates(
     anchors = _freeze_anchors(policy, replay, updates, config, label)
     statistics, steps = ReplayStatistics(), StepCounts()
     for index, (forwards, anchor) in enumerate(zip(updates, anchors, strict=True)):
-        ratios = accumulate_gradients(policy, replay, forwards, anchor, config, statistics)
+        with memory_phase(REPLAY):
+            ratios = accumulate_gradients(policy, replay, forwards, anchor, config, statistics)
         if index == 0 and anchor is not None:
             _check_first_ratio(ratios)
-        _optimizer_step(policy, config, steps)
+        with memory_phase(OPTIMIZER):
+            _optimizer_step(policy, config, steps)
     return statistics.reduced() | steps.metrics() | {"train/num_microbatches": float(sum(map(len, plan)))}
 
 

@@ -8,6 +8,7 @@ Shapes: as in `request`; B candidates of one forward, Z latent channels of the V
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from flowgrpo_rollout_sglang.config import EngineConfig
-from flowgrpo_rollout_sglang.engine import EngineError
+from flowgrpo_rollout_sglang.device_memory import asked_and_free
+from flowgrpo_rollout_sglang.engine import EngineError, EngineOutOfMemory
 from flowgrpo_rollout_sglang.noise import candidate_noise, initial_latent, unpack_latents
 from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
 from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
@@ -28,6 +30,10 @@ MAX_TEXT_TOKENS = 512
 """Qwen-Image's text window after the template."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TAGS = ("weights", "frozen")
+LOWER_RESIDENT = (
+    "what else is on the card: set --offload-train, --reward-runtime cpu or remote, or use cards with more memory"
+)
+LOWER_DRAWING = f"--candidates-per-forward, or the size of the pictures (--sampling-config), or {LOWER_RESIDENT}"
 
 
 class DiffusersEngine:
@@ -47,11 +53,12 @@ class DiffusersEngine:
         folder = Path(self.config.model_path)
         if missing := [part for part in ("model_index.json", "transformer", "vae") if not (folder / part).exists()]:
             raise EngineError(self.name, f"model folder {folder} lacks {', '.join(missing)}", "check --model-path")
-        pipeline = QwenImagePipeline.from_pretrained(folder, torch_dtype=DTYPES[self.config.dtype])
-        pipeline.to(self.config.device)
-        pipeline.transformer.requires_grad_(False).eval()
-        if self.config.weight_sync_mode == "adapter":
-            self._add_adapter(pipeline.transformer)
+        with self._memory_for("loading the pipeline", LOWER_RESIDENT):
+            pipeline = QwenImagePipeline.from_pretrained(folder, torch_dtype=DTYPES[self.config.dtype])
+            pipeline.to(self.config.device)
+            pipeline.transformer.requires_grad_(False).eval()
+            if self.config.weight_sync_mode == "adapter":
+                self._add_adapter(pipeline.transformer)
         self._pipeline = pipeline
         self._receiver = WeightReceiver(self._targets, self.name, mode=self.config.weight_sync_mode)
         self._encode = lru_cache(maxsize=4096)(self._encode_uncached)
@@ -67,7 +74,7 @@ class DiffusersEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[GroupRequest]) -> list[GroupTrajectory]:
-        """Draws every candidate of every request. See `RolloutEngine.generate`."""
+        """Draws every candidate of every request. See `RolloutEngine.generate`. Raises also EngineOutOfMemory."""
         if self._asleep:
             raise EngineError(self.name, f"asked to generate while {sorted(self._asleep)} sleep", "call wake() first")
         if any(not (r.sampling.driver_xt and r.sampling.driver_sigmas) for r in requests):
@@ -79,8 +86,10 @@ class DiffusersEngine:
         by_request: dict[int, GroupTrajectory] = {}
         with self._loaded_receiver().serving() as version:
             for batch in self._batches(requests):
-                for request, trajectory in zip(batch, self._sample(batch, version), strict=True):
-                    by_request[id(request)] = trajectory
+                count = sum(len(request.sample_ids) for request in batch)
+                with self._memory_for(f"denoising {count} candidates", LOWER_DRAWING):
+                    drawn = self._sample(batch, version)
+                by_request |= {id(request): trajectory for request, trajectory in zip(batch, drawn, strict=True)}
         return [by_request[id(request)] for request in requests]
 
     def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[GroupRequest]]:
@@ -138,7 +147,8 @@ class DiffusersEngine:
             x_BPC = x_next_BPC
             if k + 1 in keep:
                 states.append(x_BPC)
-        images_BHWC = self._decode(x_BPC, latent_shape)
+        with self._memory_for(f"decoding {len(candidates)} pictures", LOWER_DRAWING):
+            images_BHWC = self._decode(x_BPC, latent_shape)
         empty = torch.empty(len(candidates), 0)
         states_BUPC = torch.stack(states, dim=1) if states else empty
         log_probs_BS = torch.stack(log_probs, dim=1) if log_probs else empty
@@ -174,7 +184,8 @@ class DiffusersEngine:
 
     def _encode_uncached(self, prompt: str) -> Tensor:
         """[L, E], unpadded. Raises EngineError if the prompt exceeds the text window."""
-        embeds_1LE, _ = self._loaded().encode_prompt([prompt], device=self.config.device)
+        with self._memory_for("encoding a prompt", LOWER_RESIDENT):
+            embeds_1LE, _ = self._loaded().encode_prompt([prompt], device=self.config.device)
         if embeds_1LE.shape[1] > MAX_TEXT_TOKENS:
             raise EngineError(
                 self.name,
@@ -210,8 +221,9 @@ class DiffusersEngine:
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Moves them back. Parameters keep their identity, so an open weight target stays valid."""
         for tag in self._known(tags):
-            for module in self._modules(tag):
-                module.to(self.config.device)
+            with self._memory_for(f"waking {tag}", LOWER_RESIDENT):
+                for module in self._modules(tag):
+                    module.to(self.config.device)
             self._asleep.discard(tag)
 
     def _known(self, tags: Sequence[str] | None) -> Sequence[str]:
@@ -255,6 +267,15 @@ class DiffusersEngine:
         if self.config.weight_sync_mode == "full":
             return named
         return {strip_transport_wrappers(name): p for name, p in named.items() if ".lora_" in name}
+
+    @contextmanager
+    def _memory_for(self, phase: str, lower: str) -> Iterator[None]:
+        """Says where the card ran out of memory, and what to lower."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            asked, free = asked_and_free(str(error))
+            raise EngineOutOfMemory(self.name, phase, asked, free, lower, str(error)) from error
 
     def _loaded(self) -> QwenImagePipeline:
         if self._pipeline is None:

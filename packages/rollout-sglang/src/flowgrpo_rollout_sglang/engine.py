@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from flowgrpo_rollout_sglang.device_memory import shortage
 from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
 
 
@@ -15,6 +16,16 @@ class EngineError(RuntimeError):
 
     def __str__(self) -> str:
         return f"engine {self.engine}: {self.what}" + (f"\nhint: {self.hint}" if self.hint else "")
+
+
+class EngineOutOfMemory(EngineError):  # noqa: N818  (it says what happened)
+    """The card ran out of memory: in which phase, how much was missing, and what to lower."""
+
+    def __init__(self, engine: str, phase: str, asked: int | None, free: int | None, lower: str, error: str):
+        what = f"out of device memory while {phase}: {shortage(asked, free)}\n  {error}"
+        super().__init__(engine, what, f"lower {lower}")
+        self.args = (engine, phase, asked, free, lower, error)  # pickle, and so Ray, rebuilds from these
+        self.phase, self.asked, self.free, self.lower, self.error = phase, asked, free, lower, error
 
 
 class RolloutEngine(Protocol):
