@@ -270,6 +270,78 @@ def test_of_two_syncs_at_once_the_second_is_refused_and_the_first_goes_on():
         assert torch.equal(engine.values("blocks.7.weight"), weights(1)["blocks.7.weight"].float().flatten())
 
 
+def seen_by(engine):
+    """Whether the engine's process still maps a sender's slots."""
+    return "flowgrpo-weights" in Path(f"/proc/{engine.process.pid}/maps").read_text()
+
+
+def test_an_idle_engine_has_let_the_slots_go_when_the_senders_close_returns():
+    receiver, sender = local_receiver(), new_sender()
+    sync(sender, receiver, 1)
+    sender.close()
+    assert receiver._slots is None
+    receiver.ensure_serving()
+    with engine_process() as engine:
+        sync(sender, engine, 1)
+        assert seen_by(engine) == (current == "shm")
+        sender.close()
+        assert not seen_by(engine)
+        engine.ensure_serving()
+        sync(sender, engine, 2)  # over a new link
+
+
+def test_verified_weights_can_be_committed_after_their_sender_closed():
+    receiver, sender = local_receiver(), new_sender()
+    sender.send(weights(1).items(), sender.manifest(SHAPES, version=1), receiver)
+    sender.close()
+    receiver.commit(1)
+    receiver.ensure_serving()
+    assert holds(receiver, 1)
+
+
+def test_slots_that_a_frozen_engine_still_maps_are_not_freed_under_it(monkeypatch):
+    freed = []
+    with engine_process() as engine:
+        sender = new_sender(timeout_s=0.3)
+        sync(sender, engine, 1)
+        slots = sender._bridges["engine"].slots
+        monkeypatch.setattr(slots, "close", lambda: freed.append("closed"))
+        monkeypatch.setattr(slots, "abandon", lambda: freed.append("kept"))
+        os.kill(engine.process.pid, signal.SIGSTOP)
+        sender.close()
+        os.kill(engine.process.pid, signal.SIGCONT)
+    assert freed == ["kept"]
+
+
+REFUSED = {
+    "an engine behind by a version": ("version", lambda sender: sender.manifest(SHAPES, version=3, base_version=2)),
+    "a version that is served": ("version", lambda sender: sender.manifest(SHAPES, version=1)),
+    "an unknown name": ("names", lambda sender: sender.manifest([*SHAPES, ("ghost", (2,))], version=2)),
+    "a missing name": ("names", lambda sender: sender.manifest(SHAPES[1:], version=2)),
+    "another shape": ("shape", lambda sender: sender.manifest([*SHAPES[1:], (SHAPES[0][0], (2,))], version=2)),
+    "a dtype the parameters cannot hold": ("dtype", lambda sender: sender.manifest(SHAPES, version=2)),
+    "a truncated manifest": ("manifest", lambda sender: sender.manifest(SHAPES, version=2)),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_is_refused_before_a_byte_moves_leaves_the_old_version_served(fault, monkeypatch):
+    reason, manifest_of = REFUSED[fault]
+    with engine_process() as engine:
+        sync(new_sender(), engine, 1)
+        sender = new_sender(wire_dtype="fp32" if reason == "dtype" else "bf16")
+        with monkeypatch.context() as patch:
+            if reason == "manifest":
+                patch.setattr(engine, "begin", lambda text, channel: PipeClient.begin(engine, text[:-40], channel))
+            error = failure(sender.send, weights(2).items(), manifest_of(sender), engine)
+        assert (error.engine, error.reason) == ("engine", reason)
+        engine.ensure_serving()
+        assert engine.version == 1
+        assert torch.equal(engine.values("blocks.7.weight"), weights(1)["blocks.7.weight"].float().flatten())
+        sync(new_sender(), engine, 2)
+        assert engine.version == 2
+
+
 def test_a_driver_that_died_after_verify_does_not_block_the_next_sync():
     with engine_process() as engine:
         sender = new_sender()

@@ -170,6 +170,11 @@ class CudaSenderSlots:
     def fds(self) -> list[int]:
         return []
 
+    def abandon(self) -> None:
+        """Leaves the memory to the end of this process: the receiver may still have it mapped."""
+        _own_slots.pop(self._handle, None)
+        self.views = []
+
     def close(self) -> None:
         """Frees the memory; the receiver must have closed its view, or its process must have ended."""
         if _own_slots.pop(self._handle, None) is not None:

@@ -130,6 +130,10 @@ class HostSenderSlots:
         """What the receiver must get to see the slots."""
         return [self._fd]
 
+    def abandon(self) -> None:
+        """The receiver may still read them: shared memory lives as long as one of the two ends maps it."""
+        self.close()
+
     def close(self) -> None:
         """Gives the memory back once the last tensor over it is gone."""
         if self._fd >= 0:

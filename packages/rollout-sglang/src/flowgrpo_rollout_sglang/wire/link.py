@@ -6,7 +6,9 @@ nothing is left behind however the processes end; for `cuda_ipc` a handle in the
 carries one short message per bucket. It also is the watch on the other process: when that one dies, the kernel closes
 the socket and the next read ends at once; when it hangs, the read ends after `timeout_s`.
 
-A link is kept between transactions and closed after any failure, so no message of a failed one meets the next.
+A link is kept between transactions and closed after any failure, so no message of a failed one meets the next. To close
+it the sender hangs up and waits; the receiver, also an idle one, lets its view of the slots go and then closes its end;
+only then are they freed: what happens to device memory that is freed while another process maps it, CUDA leaves open.
 
 Messages: 4-byte kind, payload length (uint32), sequence number (uint64), payload.
     FILL n   sender:   bucket n lies in slot n mod slots
@@ -21,11 +23,15 @@ import json
 import mmap
 import os
 import secrets
+import select
 import shutil
 import socket
 import struct
 import tempfile
+import threading
+import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -134,6 +140,48 @@ class Link:
             return True
         except OSError:
             return False
+
+    def interrupt(self) -> None:
+        """Ends a read that waits on this end. The other end notices nothing until this one is closed."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RD)
+
+    def hang_up(self) -> None:
+        """Says that nothing more will be sent; the other end's reads end. What it sends can still be read here."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """After `hang_up`: waits until the other end has closed, whatever it still says; False if it did not."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                self._connection.settimeout(left)
+                if not self._connection.recv(2**20):
+                    return True
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    def watch(self, hung_up: Callable[[], None]) -> None:
+        """Calls `hung_up` from a thread of its own once the other end hangs up, or this one closes. Takes no message.
+
+        Only where the system can tell (Linux): elsewhere an idle end learns of it when it next reads.
+        """
+        if not hasattr(select, "POLLRDHUP"):
+            return
+        probe = self._connection.dup()
+
+        def wait() -> None:
+            with probe:
+                poll = select.poll()
+                poll.register(probe, select.POLLRDHUP)
+                poll.poll()
+            hung_up()
+
+        threading.Thread(target=wait, name="weights-link", daemon=True).start()
 
     def close(self) -> None:
         """Wakes a read that waits on either end. Safe to call twice."""

@@ -11,6 +11,7 @@ that says so. It still reports its old version number, and any later complete tr
 
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -174,7 +175,7 @@ class WeightReceiver:
                 return
             transaction.aborted = True
             if self._link is not None:
-                self._link.close()
+                self._link.interrupt()  # it is closed when the slots are let go
         transaction.thread.join()
         with self._lock:
             if self._open is transaction:  # verified, so its thread had ended well
@@ -310,12 +311,29 @@ class WeightReceiver:
             return
         self._disconnect()
         self._link, self._link_id = connect(channel), channel.link
+        link, myself = self._link, weakref.ref(self)  # a watch must not keep an engine's weights alive
+
+        def hung_up() -> None:
+            if receiver := myself():
+                receiver._let_go(link)
+            else:
+                link.close()
+
+        link.watch(hung_up)
+
+    def _let_go(self, link: Link) -> None:
+        """The sender hung up. Between transactions nobody else would notice, and it waits to free its slots."""
+        with self._lock:
+            busy = self._open is not None and self._open.report is None  # then its thread notices
+            if self._link is link and not busy:
+                self._disconnect()
 
     def _disconnect(self) -> None:
-        if self._link is not None:
-            self._link.close()
+        """Lets the slots go before the link: its end is what tells the sender that they are free."""
         if self._slots is not None:
             self._slots.close()
+        if self._link is not None:
+            self._link.close()
         self._link, self._slots, self._link_id = None, None, ""
 
     def _error(

@@ -7,6 +7,7 @@ Several engines must never serve different policies, so the driver commits on al
         client.commit(manifest.version)
 """
 
+import logging
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from flowgrpo_rollout_sglang.wire.report import SyncReport, VerifyReport
 if TYPE_CHECKING:
     from flowgrpo_rollout_sglang.wire.cuda import CudaSenderSlots
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SLOTS = 2
@@ -126,7 +128,7 @@ class WeightSender:
             raise sync.explained(error) from error
 
     def close(self) -> None:
-        """Closes all links and gives their slots back."""
+        """Closes all links and gives their slots back, each when its engine has let it go."""
         for bridge in self._bridges.values():
             bridge.close()
         self._bridges.clear()
@@ -171,13 +173,25 @@ class _Bridge:
         return self._link
 
     def hang_up(self) -> None:
-        """Ends the link, which the receiver sees at once."""
+        """Sends nothing more, which the receiver sees at once."""
         self._listener.close()
         if self._link is not None:
-            self._link.close()
+            self._link.hang_up()
 
     def close(self) -> None:
+        """Frees the slots once the receiver has let them go; keeps them for ever if it does not."""
         self.hang_up()
+        if self._link is not None:
+            let_go = self._link.wait_closed(self.channel.timeout_s)
+            self._link.close()
+            if not let_go:
+                log.warning(
+                    "an engine did not let the weight slots go within %g s: their %d MiB stay until this process ends",
+                    self.channel.timeout_s,
+                    self.channel.slots * self.channel.slot_bytes >> 20,
+                )
+                self.slots.abandon()
+                return
         self.slots.close()
 
 
