@@ -28,9 +28,16 @@ from flowgrpo_rollout_sglang.wire import VerifyReport, WeightSyncError
 NATIVE_PIPELINE = "QwenImagePipeline"
 CPU_ENVIRONMENT = {
     "SGLANG_DIFFUSION_PLATFORM_OVERRIDE": "cpu",
-    "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles C++ for ten seconds
+    # A thread that spins while it waits slows whatever else runs on the machine, actor and scorer among it.
+    "OMP_WAIT_POLICY": "PASSIVE",
 }
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    # SGLang compiles a few norms of models whose width its fused kernels do not take (Qwen-Image's they do), anew
+    # for every batch size: seconds of the first requests, and other bits than the request before.
+    "TORCHDYNAMO_DISABLE": "1",
+}
 
 
 class SGLangNativeGenerationEngine:
@@ -68,10 +75,10 @@ class SGLangNativeGenerationEngine:
         if self.config.num_gpus > 1:
             what = f"num_gpus = {self.config.num_gpus}: one engine drives one GPU"
             raise EngineError(self.name, what, "set --rollout-num-gpus-per-engine 1 and start more engines")
-        environment = OFFLINE | (CPU_ENVIRONMENT if self.config.device == "cpu" else {})
+        environment = ENVIRONMENT | (CPU_ENVIRONMENT if self.config.device == "cpu" else {})
         folder = Path(self.config.log_folder or tempfile.mkdtemp(prefix="flowgrpo-log-"))
         log = folder / f"{self.name}.sglang.log"
-        arguments = _arguments(self.config, self._model_path)
+        arguments = server_arguments(self.config, self._model_path)
         server = ServerProcess(self.name, patched, arguments, environment, log)
         server.start(self.config.start_timeout_s, self._port)
         self._server = server
@@ -301,11 +308,11 @@ def _read_echo(content: bytes) -> dict[str, Any]:
     return json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["flowgrpo"])
 
 
-def _arguments(config: EngineConfig, model_path: str) -> list[str]:
+def server_arguments(config: EngineConfig, model_path: str) -> list[str]:
     """Of `sglang serve`. The model id decides the native pipeline, whatever the folder is called."""
     precision = config.dtype
-    # A convolution in bf16 is slow on a CPU, and nothing replays the VAE or the text encoder.
-    frozen = "fp32" if config.device == "cpu" else "bf16"
+    # Nothing replays the VAE or the text encoder; on a CPU a convolution in bf16 is slow.
+    frozen = "fp32" if config.device == "cpu" else precision
     arguments = {
         "--model-type": "diffusion",
         "--backend": "sglang",

@@ -1,4 +1,8 @@
-"""One patched server for the whole session, in fp32 on the CPU, and the in-process engine beside it."""
+"""One patched server for the whole session, in fp32, and the in-process engine beside it.
+
+Both run on the GPU where there is one. The tests that use the server then carry the marker `gpu`, so `-m gpu` runs
+them there; without a GPU they belong to the ordinary suite.
+"""
 
 import os
 import runpy
@@ -6,13 +10,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from flowgrpo_math.sigmas import qwen_image_sigmas
+from flowgrpo_math.transition import flow_sde_transition_moments
 from flowgrpo_rollout_sglang.config import EngineConfig, SamplingConfig
 from flowgrpo_rollout_sglang.request import GroupRequest
+from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
 
 HERE = Path(__file__).parent
+ROWS = runpy.run_path(str(HERE / "rows.py"))
 SIDE, STEPS = 32, 8
 TOKENS = (SIDE // 8) ** 2
+# For the servers: with so small a model a second thread only waits, and spins while it does.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SERVED = {"engine", "started", "stock"}
+"""Fixtures that start a server."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` selects: on a GPU machine a test that starts a server is a GPU test."""
+    if DEVICE == "cuda":
+        for item in items:
+            if HERE in item.path.parents and SERVED & set(getattr(item, "fixturenames", ())):
+                item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +49,9 @@ def make_config(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> 
     logs = str(tmp_path_factory.mktemp("logs"))
 
     def make(name: str, dtype: str = "fp32", **more: object) -> EngineConfig:
-        return EngineConfig(name=name, model_path=model_folder, dtype=dtype, log_folder=logs, **more)
+        return EngineConfig(
+            name=name, model_path=model_folder, device=DEVICE, dtype=dtype, log_folder=logs, **{"num_gpus": 1} | more
+        )
 
     return make
 
@@ -88,3 +112,34 @@ def make_request() -> Callable[..., GroupRequest]:
 def replay() -> Callable:
     """`replay_differences` of parity.py beside this file."""
     return runpy.run_path(str(HERE / "parity.py"))["replay_differences"]
+
+
+@pytest.fixture
+def contract(engine, replay_moments) -> Iterator:
+    """The patched server as rows.py asks it. A row may give it weights, so the engine is told their version after."""
+    yield ROWS["Server"](client=engine._loaded().client, moments=replay_moments)
+    engine.policy_version = engine.info()["policy_version"]
+
+
+@pytest.fixture(scope="session")
+def replay_moments(oracle) -> Callable:
+    """Mean and std of a step of an item of rows.py, by replay through the in-process engine's transformer."""
+
+    @torch.no_grad()
+    def moments(item: dict, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sigmas = item["dit_trajectory"]["sigmas"]
+        x = ROWS["latents"](item)[None, k].to(DEVICE)
+        velocity = qwen_image_velocity(
+            oracle._loaded().transformer,
+            x,
+            torch.tensor([sigmas[k]], device=DEVICE),
+            ROWS["embeds"](item)[None].to(DEVICE),
+            None,
+            height=SIDE,
+            width=SIDE,
+            vae_scale_factor=4,
+        )
+        mean, std = flow_sde_transition_moments(x, velocity, sigmas[k], sigmas[k + 1], eta=0.7)
+        return mean.cpu(), std.cpu()
+
+    return moments

@@ -25,15 +25,16 @@ def replay_differences(transformer: torch.nn.Module, trajectory: GroupTrajectory
     """Largest |replayed - engine's log-prob| of each SDE step, replayed from the stored states."""
     request, sampling = trajectory.request, trajectory.request.sampling
     N, states = len(request.sample_ids), request.state_indices
-    embeds = trajectory.prompt_embeds_LE[None].expand(N, -1, -1)
+    device = next(transformer.parameters()).device
+    embeds = trajectory.prompt_embeds_LE.to(device)[None].expand(N, -1, -1)
     differences = []
     for s, k in enumerate(request.sde_indices):
-        x, x_next = (trajectory.latents_NUPC[:, states.index(k + d)] for d in (0, 1))
+        x, x_next = (trajectory.latents_NUPC[:, states.index(k + d)].to(device) for d in (0, 1))
         sigma, sigma_next = request.sigmas[k], request.sigmas[k + 1]
         velocity = qwen_image_velocity(
             transformer,
             x,
-            torch.full((N,), sigma),
+            torch.full((N,), sigma, device=device),
             embeds,
             None,
             height=trajectory.height,
@@ -42,7 +43,7 @@ def replay_differences(transformer: torch.nn.Module, trajectory: GroupTrajectory
         )
         step = transition(sampling.sde_type, sigma, sigma_next, eta=sampling.eta, sigma_max=sampling.sigma_max)
         logp = transition_logp(x, velocity, x_next, step)
-        differences.append(float((logp - trajectory.log_probs_NS[:, s]).abs().max()))
+        differences.append(float((logp.cpu() - trajectory.log_probs_NS[:, s]).abs().max()))
     return differences
 
 
@@ -50,7 +51,8 @@ def main(model_folder: str, log_folder: str, dtype: str) -> None:
     from flowgrpo_rollout_sglang.diffusers_engine import DiffusersEngine
     from flowgrpo_rollout_sglang.engine import SGLangNativeGenerationEngine
 
-    config = EngineConfig(name=dtype, model_path=model_folder, dtype=dtype, log_folder=log_folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = EngineConfig(name=dtype, model_path=model_folder, device=device, dtype=dtype, log_folder=log_folder)
     engine, oracle = SGLangNativeGenerationEngine(config), DiffusersEngine(config)
     exact = DiffusersEngine(replace(config, dtype="fp32"))
     for each in (engine, oracle, exact):

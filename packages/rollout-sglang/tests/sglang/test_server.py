@@ -4,8 +4,10 @@ One server for the session (see conftest). Shapes: as in `request`.
 """
 
 import os
+import runpy
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import psutil
@@ -24,11 +26,18 @@ ALONE_ATOL = 5e-6
 """fp32 latents of one candidate, alone or among others: other shapes are summed in another order. Seen: 1e-6."""
 FP32_ATOL = 1e-6
 """Nats per element, SGLang's forward against diffusers' in fp32. Seen: 3e-7; eps_clip is 1e-4."""
+ROWS = runpy.run_path(str(Path(__file__).parent / "rows.py"))
 STEPS = {"sde": (1, 3, 5, 7), "dance": (0, 1, 3, 5, 7), "cps": (0, 1, 3, 5, 6)}
 
 
 def post(engine, path: str, **request) -> httpx.Response:
     return engine._loaded().client.post(path, **request)
+
+
+@pytest.mark.parametrize("row", [*ROWS["ROWS"], *ROWS["CUDA_ROWS"]], ids=lambda row: row.__name__)
+def test_what_stock_does_otherwise_holds(contract, row):
+    """Each fails on the stock server: test_stock."""
+    row(contract)
 
 
 # ---------------------------------------------------------------------- what the server is

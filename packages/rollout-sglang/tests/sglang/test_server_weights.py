@@ -1,12 +1,18 @@
-"""Weight transactions and LoRA on the real patched server: full, adapter, refused, and SGLang's own route."""
+"""Weight transactions and LoRA on the real patched server: full, adapter, refused, and SGLang's own route.
+
+Over shared memory on a CPU; on a GPU over CUDA IPC into the server, as in training.
+"""
 
 import base64
 import json
 import pickle
+import runpy
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
+from flowgrpo_rollout_sglang.diffusers_engine import DiffusersEngine
 from flowgrpo_rollout_sglang.engine import EngineError
 from flowgrpo_rollout_sglang.wire import WeightSender, WeightSyncError
 from safetensors.torch import save
@@ -16,6 +22,8 @@ pytestmark = pytest.mark.timeout(900)  # the server's start is in the first test
 
 FP32_ATOL = 5e-6
 """fp32 latents, the two engines with the same weights. Seen: 1e-6."""
+ROWS = runpy.run_path(str(Path(__file__).parent / "rows.py"))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TARGETS = ("attn.to_q", "attn.to_out.0", "attn.add_k_proj")
 
 
@@ -24,7 +32,8 @@ def post(engine, path: str, **request):
 
 
 def send(receiver, weights: Mapping[str, Tensor], version: int, mode: str = "full") -> None:
-    sender = WeightSender(wire_dtype="fp32")
+    other_process = not isinstance(receiver, DiffusersEngine)  # CUDA IPC does not lead back into the same process
+    sender = WeightSender("cuda_ipc" if DEVICE == "cuda" and other_process else "shm", wire_dtype="fp32")
     try:
         manifest = sender.manifest([(n, t.shape) for n, t in weights.items()], version=version, mode=mode)
         sender.send(iter(weights.items()), manifest, receiver)
@@ -38,7 +47,7 @@ def weights(oracle) -> dict[str, Tensor]:
     """New weights for every tensor of the base, not far from the loaded ones."""
     generator = torch.Generator().manual_seed(3)
     named = oracle._loaded().transformer.named_parameters()
-    return {n: p + 0.02 * torch.randn(p.shape, generator=generator) for n, p in named}
+    return {n: p + 0.02 * torch.randn(p.shape, generator=generator).to(p) for n, p in named}
 
 
 @pytest.fixture
@@ -49,8 +58,8 @@ def adapter(weights) -> dict[str, Tensor]:
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
         if any(module.endswith(target) for target in TARGETS):
-            found[f"{module}.lora_A.weight"] = 0.2 * torch.randn(4, weight.shape[1], generator=generator)
-            found[f"{module}.lora_B.weight"] = 0.2 * torch.randn(weight.shape[0], 4, generator=generator)
+            for factor, shape in (("A", (4, weight.shape[1])), ("B", (weight.shape[0], 4))):
+                found[f"{module}.lora_{factor}.weight"] = 0.2 * torch.randn(shape, generator=generator).to(weight)
     return found
 
 
@@ -97,7 +106,7 @@ def test_a_version_that_is_already_served_is_refused(engine, weights):
 
 def test_between_begin_and_commit_the_engine_refuses_to_draw(engine, weights, make_request):
     version = engine.policy_version
-    sender = WeightSender(wire_dtype="fp32")
+    sender = WeightSender("cuda_ipc" if DEVICE == "cuda" else "shm", wire_dtype="fp32")
     manifest = sender.manifest([(n, t.shape) for n, t in weights.items()], version=version + 1)
     sender.send(iter(weights.items()), manifest, engine)
     with pytest.raises(WeightSyncError) as error:
@@ -135,7 +144,8 @@ def test_awake_for_weights_alone_it_takes_them(engine, weights, make_request):
 
 def stock_update(engine, tensors: Mapping[str, Tensor]):
     """A POST in SGLang's own format: a pickled list of (name, tensor), in base64."""
-    payload = base64.b64encode(pickle.dumps({"transformer": list(tensors.items())})).decode()
+    named = [(name, tensor.cpu()) for name, tensor in tensors.items()]
+    payload = base64.b64encode(pickle.dumps({"transformer": named})).decode()
     return post(engine, "/update_weights_from_tensor", json={"serialized_named_tensors": [payload]})
 
 
@@ -234,6 +244,12 @@ def test_with_an_adapter_a_full_sync_is_refused_in_words(engine, weights, adapte
     answer = stock_update(engine, dict(list(weights.items())[:1]))
     assert answer.status_code == 400
     assert "LoRA" in answer.json()["message"]
+
+
+@pytest.mark.parametrize("row", ROWS["ADAPTER_ROWS"], ids=lambda row: row.__name__)
+def test_what_stock_does_otherwise_with_a_lora_holds(contract, row):
+    """Each fails on the stock server: test_stock."""
+    row(contract)
 
 
 def test_the_answers_are_json_that_others_can_read(engine):
