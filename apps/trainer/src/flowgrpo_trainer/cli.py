@@ -54,7 +54,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str] | None = None) ->
         prog="trainer",
         description="FlowGRPO post-training. Without arguments: the quickstart. "
         f"`--recipe NAME_OR_TOML` starts from a recipe ({', '.join(recipe_names())}); every flag below overrides it. "
-        "Other commands: `trainer preflight`, `trainer report DIR`, `trainer export`.",
+        "Other commands: `trainer preflight`, `trainer plan`, `trainer report DIR`, `trainer export`.",
     )
     return settings, recipe or "none"
 

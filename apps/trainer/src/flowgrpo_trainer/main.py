@@ -1,6 +1,6 @@
-"""`trainer`: run, preflight, report, export. Reading path: here -> `cli` -> `preflight` -> `loop`.
+"""`trainer`: run, preflight, plan, report, export. Reading path: here -> `cli` -> `preflight` -> `loop`.
 
-Only what a command needs is imported: `trainer preflight` loads neither torch nor Ray.
+Only what a command needs is imported: `trainer preflight` and `trainer plan` load neither torch nor Ray.
 """
 
 import logging
@@ -22,7 +22,9 @@ WRONG = 2
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The console script. Exit codes: 0 done, 1 failed while running, 2 wrong settings, 130 Ctrl-C."""
+    """The console script. Exit codes: 0 done, 1 failed while running, 2 wrong settings, 3 a plan that does
+    not fit, 130 Ctrl-C.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     sys.path.append(os.getcwd())  # dotted paths may name modules of the folder that the command is given in
     command = words[0] if words and words[0] in COMMANDS else "run"
@@ -45,6 +47,13 @@ def preflight(words: Sequence[str]) -> int:
         print(f"warning: {warning}")
     print(f"preflight passed: recipe {recipe}, {settings.run.num_rollouts} rollouts, nothing was started")
     return 0
+
+
+def plan(words: Sequence[str]) -> int:
+    """`trainer plan [--recipe ...] [flags]`: memory of each phase and seconds of a rollout, before anything loads."""
+    from flowgrpo_trainer import plan as command
+
+    return command.plan(words)
 
 
 def report(words: Sequence[str]) -> int:
@@ -97,7 +106,7 @@ def _say_error(text: str, code: int) -> int:
     return code
 
 
-COMMANDS = {"run": run, "preflight": preflight, "report": report, "export": export}
+COMMANDS = {"run": run, "preflight": preflight, "plan": plan, "report": report, "export": export}
 
 if __name__ == "__main__":
     main()

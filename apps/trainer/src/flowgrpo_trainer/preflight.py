@@ -40,6 +40,17 @@ def validate_generative_config(settings: Settings) -> list[str]:
     return list(_warnings(settings))
 
 
+def validate_for_plan(settings: Settings) -> None:
+    """Raises one ConfigError with what an estimate cannot be made of; asks for no data, no scorer, no weights."""
+    checks = (_trainable_problems, _sync_problems, _batch_problems)
+    problems = [problem for check in checks for problem in check(settings)]
+    problems += settings.rollout.sampling_config.problems()
+    if not settings.model.model_path:
+        problems.append(Problem("--model-path is missing", "There is no model to plan for.", "name its folder"))
+    if problems:
+        raise ConfigError(tuple(problems))
+
+
 def _problems(s: Settings) -> Iterator[Problem]:
     yield from _scope_problems(s)
     yield from _model_problems(s)

@@ -30,6 +30,9 @@ MAX_TEXT_TOKENS = 512
 """Qwen-Image's text window after the template."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TAGS = ("weights", "frozen")
+CANDIDATES = {"cpu": 64, "cuda": 16}
+"""Joined in one forward where the settings do not say."""
+DECODED_AT_ONCE = 32
 LOWER_RESIDENT = (
     "what else is on the card: set --offload-train, --reward-runtime cpu or remote, or use cards with more memory"
 )
@@ -94,7 +97,7 @@ class DiffusersEngine:
 
     def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[GroupRequest]]:
         """Whole groups that share a schedule, up to the limit of candidates; their texts may differ in length."""
-        limit = self.config.candidates_per_forward or (64 if self.config.device == "cpu" else 16)
+        limit = self.config.candidates_per_forward or CANDIDATES[self.config.device]
         waiting: dict[tuple, list[GroupRequest]] = {}
         for request in requests:
             key = (request.sampling, request.sigmas, request.sde_indices)
@@ -202,7 +205,8 @@ class DiffusersEngine:
             torch.tensor(m).view(1, -1, 1, 1, 1).to(latents) for m in (vae.config.latents_std, vae.config.latents_mean)
         )
         std, mean = moments
-        images = [vae.decode(part * std + mean, return_dict=False)[0][:, :, 0] for part in latents.split(32)]
+        parts = latents.split(DECODED_AT_ONCE)
+        images = [vae.decode(part * std + mean, return_dict=False)[0][:, :, 0] for part in parts]
         pixels_BCHW = (torch.cat(images).float() * 127.5 + 127.5).clamp(0, 255).round().to(torch.uint8)
         return pixels_BCHW.permute(0, 2, 3, 1).contiguous()
 

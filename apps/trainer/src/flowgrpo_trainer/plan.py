@@ -1,0 +1,173 @@
+"""`trainer plan`: what a recipe needs of each card, and how long a rollout takes, from config.json files alone.
+
+The formulas and what they were checked against are `flowgrpo_fsdp_actor.estimate`; here are the flags, the
+mapping from a run's settings, and one page for a person.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flowgrpo_fsdp_actor.config import ActorConfig
+from flowgrpo_fsdp_actor.errors import ModelFolderError, TrainableBoundaryError
+from flowgrpo_fsdp_actor.estimate import CARDS, DIFFUSERS, SGLANG, Card, Estimate, ModelSize, RunShape, estimate_run
+from flowgrpo_fsdp_actor.estimate.cards import GIB
+from flowgrpo_rollout_sglang.config import Problem
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flowgrpo_trainer.cli import parse
+from flowgrpo_trainer.preflight import ConfigError, validate_for_plan
+from flowgrpo_trainer.settings import ADAPTER_PATH, Settings
+from flowgrpo_trainer.wiring import actor_config
+
+DOES_NOT_FIT = 3
+ENGINES = {"DiffusersEngine": DIFFUSERS, "SGLangNativeGenerationEngine": SGLANG}
+NOT_COUNTED = "Seconds leave out scoring, text encoding, VAE decoding, files, checkpoints and start-up."
+
+
+def plan(words: Sequence[str]) -> int:
+    """Prints the estimate; 0 if it fits, 3 if not. Raises ConfigError for settings that make no estimate."""
+    flags, rest = _flags().parse_known_args(list(words))
+    settings, recipe = parse(rest)
+    validate_for_plan(settings)
+    estimate = estimate_settings(settings, CARDS[flags.plan_gpu], text_tokens=flags.plan_text_tokens)
+    notes = assumptions(settings, CARDS[flags.plan_gpu], flags.plan_text_tokens)
+    if flags.json:
+        print(json.dumps({"recipe": recipe} | estimate.as_json() | {"notes": notes}, indent=2))
+    else:
+        show(estimate, settings, recipe, notes, Console())
+    return 0 if estimate.fits else DOES_NOT_FIT
+
+
+def _flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trainer plan",
+        description="Peak memory of a card in each phase and seconds of a rollout, before anything loads. Takes every "
+        "flag of `trainer` (see `trainer --help`) and reads only the config.json files of --model-path.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--plan-gpu", choices=CARDS, default="h200", help="the card to plan for (default: h200)")
+    parser.add_argument("--plan-text-tokens", type=int, default=128, metavar="N", help="assumed of every prompt")
+    parser.add_argument("--json", action="store_true", help="the numbers as JSON")
+    return parser
+
+
+def estimate_settings(settings: Settings, card: Card, *, text_tokens: int) -> Estimate:
+    """The estimate of a run's settings. Raises ConfigError for a model folder that it cannot read."""
+    rollout = settings.rollout
+    config = _with_targets(actor_config(settings, device="cuda"), settings)
+    run = RunShape(
+        world_size=settings.world_size("actor"),
+        groups=rollout.rollout_batch_size,
+        trained_steps=len(rollout.sampling_config.sde_steps(0)),
+        text_tokens=text_tokens,
+        engine=ENGINES.get(rollout.rollout_engine_class_path.rpartition(".")[2], SGLANG),
+        engine_gpus=rollout.rollout_num_gpus_per_engine,
+        engine_dtype=rollout.engine_dtype,
+        candidates_per_forward=rollout.candidates_per_forward,
+        bucket_mb=settings.sync.weight_sync_bucket_size_mb,
+        offload_train=settings.fsdp.offload_train,
+        offload_rollout=rollout.offload_rollout,
+        colocated_scorer=settings.reward.reward_runtime == "colocate",
+    )
+    try:
+        model = ModelSize.from_folder(settings.model.model_path or "", settings.fsdp.fsdp_trainable_attr)
+        return estimate_run(model, config, run, card)
+    except ModelFolderError as error:
+        where = f"--model-path {settings.model.model_path}"
+        raise ConfigError((Problem(where, error.missing, error.hint),)) from error
+    except TrainableBoundaryError as error:
+        where = f"--lora-target-modules {' '.join(error.wrong)}"
+        raise ConfigError((Problem(where, error.why, "name layers of the transformer's blocks"),)) from error
+
+
+def _with_targets(config: ActorConfig, settings: Settings) -> ActorConfig:
+    """LoRA targets of another model adapter than the one whose targets the estimate knows."""
+    if not config.is_lora or config.lora_target_modules or settings.model.model_adapter_path == ADAPTER_PATH:
+        return config
+    from flowgrpo_fsdp_actor.adapters import load_adapter  # brings torch
+
+    targets = load_adapter(config.model_adapter_path, config.model_path).lora_target_modules
+    return replace(config, lora_target_modules=targets)
+
+
+def assumptions(settings: Settings, card: Card, text_tokens: int) -> list[str]:
+    """What the numbers rest on beyond the recipe, in sentences."""
+    notes = [f"Every prompt is taken to have {text_tokens} tokens (--plan-text-tokens).", NOT_COUNTED]
+    if not card.measured:
+        notes.append(f"{card.name}: data-sheet rates times the share of its own that an H200 reaches; nothing was run.")
+    if settings.run.resource["actor"][0] > 1:
+        notes.append("The network between hosts is not in the table: gathers are timed as inside one host.")
+    if settings.rollout.rollout_num_gpus_per_engine > 1:
+        notes.append("An engine over several cards is timed as one card and counted whole on each.")
+    if settings.rollout.rollout_engine_class_path.rpartition(".")[2] not in ENGINES:
+        notes.append("The engine is not one of ours: it is taken to be like the SGLang server.")
+    if settings.reward.reward_runtime == "colocate":
+        notes.append("The scorer's own weights are not counted; it is on the card while the engine is awake.")
+    return notes
+
+
+def show(estimate: Estimate, settings: Settings, recipe: str, notes: Sequence[str], console: Console) -> None:
+    """One page: the phases, the seconds, the verdict, what to change."""
+    card, cards = estimate.card, estimate.world_size
+    trained = f"LoRA {settings.lora.lora_rank}, " if settings.lora.lora_rank else ""
+    console.print(
+        f"[bold]{recipe}[/bold] on {cards} x {card.name.upper()} ({card.memory / GIB:.1f} GiB each): "
+        f"{estimate.parameters / 1e9:.2f} B parameters, {trained}{estimate.trained / 1e6:.0f} M trained",
+        highlight=False,
+    )
+    console.print(_phase_table(estimate))
+    console.print(_seconds_table(estimate))
+    console.print(
+        f"A replay forward joins {estimate.join} transitions: {estimate.transitions_per_s:.1f} transitions/s a card. "
+        f"Host memory for what sleeps: {estimate.host_bytes / GIB:.0f} GiB a card.",
+        highlight=False,
+    )
+    for note in notes:
+        console.print(f"[dim]{note}[/dim]", highlight=False)
+    console.print(_verdict(estimate))
+
+
+def _phase_table(estimate: Estimate) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("phase")
+    table.add_column("GiB a card", justify="right")
+    table.add_column("of it", justify="right")
+    table.add_column("what holds it, GiB")
+    for phase in estimate.phases:
+        share = phase.total / estimate.card.memory
+        style = "red" if share > 1 else "bold" if phase is estimate.worst else ""
+        parts = sorted(phase.parts.items(), key=lambda part: -part[1])
+        held = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size > 0.005 * phase.total)
+        table.add_row(phase.name, f"{phase.total / GIB:.1f}", f"{share:.0%}", held, style=style)
+    return table
+
+
+def _seconds_table(estimate: Estimate) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    parts = [(name, seconds) for name, seconds in estimate.seconds.items() if seconds > 0]
+    for name, _ in parts:
+        table.add_column(name, justify="right")
+    table.add_column("a rollout", justify="right", style="bold")
+    total = sum(estimate.seconds.values())
+    table.add_row(*(f"{seconds:.2f} s" for _, seconds in parts), f"{total:.2f} s")
+    return table
+
+
+def _verdict(estimate: Estimate) -> Text:
+    worst, have = estimate.worst, estimate.card.memory
+    need = f"the largest phase, {worst.name}, takes {worst.total / GIB:.1f} of {have / GIB:.1f} GiB"
+    if estimate.tight:
+        return Text(f"fits, barely: {need}; the allocator's gaps may decide", style="bold yellow")
+    if estimate.fits:
+        return Text(f"fits: {need}", style="bold green")
+    text = Text(f"does not fit: {need}, {(worst.total - have) / GIB:.1f} too much", style="bold red")
+    if not estimate.remedies:
+        return text.append("\nno single change that was tried makes it fit", style="not bold")
+    text.append("\nany one of these makes it fit:", style="not bold")
+    for remedy in estimate.remedies:
+        text.append(f"\n  {remedy.change}: largest phase {remedy.peak / GIB:.1f} GiB", style="not bold")
+    return text

@@ -1,0 +1,256 @@
+"""Peak memory of one card in each phase: which tensors are on it, by formula.
+
+Actor and engine share the card (S2): each phase counts both. The actor's own numbers are those of `sharding`
+(what is stored), `update` (what a backward adds), `sleep` (what leaves) and `publish` (what a sync gathers).
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from flowgrpo_fsdp_actor.config import ActorConfig
+from flowgrpo_fsdp_actor.estimate.architecture import ATTENTION, DTYPE_BYTES, Adapters, ModelSize
+from flowgrpo_fsdp_actor.estimate.cards import GB, PROCESS_BYTES, Card
+from flowgrpo_fsdp_actor.plan import local_candidates
+
+AUTO_MEMORY_SHARE = 0.85
+"""Of the free memory that an automatic `replay_join` fills: `join.MEMORY_SHARE`, which a test holds equal."""
+SYNC_CHUNK_BYTES = 512 << 20
+"""Of whole tensors in one gather for the sync: `gather.CHUNK_BYTES`, which a test holds equal."""
+GATHERED_BLOCKS = 3
+"""Blocks that FSDP2 holds whole at a time: the one that computes, the one that is prefetched, and its copy out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKind:
+    """What an engine does when its settings do not say. Values of `DiffusersEngine` and of the server's sampler."""
+
+    candidates_per_forward: int
+    decoded_at_once: int
+    pinned: bool
+    """Sleeps through page-locked memory."""
+    compiled: bool
+    """Runs forwards at the pace of compiled blocks."""
+
+
+# The server: 5.3 images a second of engine time were scaled up from 12 of 60 layers (11 text tokens, 12 steps), which
+# is 530 TFLOP/s: the pace of compiled blocks, 500, is 6 % below it.
+SGLANG = EngineKind(candidates_per_forward=32, decoded_at_once=16, pinned=True, compiled=True)
+DIFFUSERS = EngineKind(candidates_per_forward=16, decoded_at_once=32, pinned=False, compiled=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunShape:
+    """What an estimate needs beside the actor's config: how many cards, how much work, and whose turn it is."""
+
+    world_size: int = 1
+    groups: int = 1
+    """Prompts of a rollout."""
+    trained_steps: int = 1
+    text_tokens: int = 128
+    """Assumed of every prompt: the true lengths are known when the engine has encoded them."""
+    engine: EngineKind = SGLANG
+    engine_gpus: int = 1
+    """Cards of one engine; each holds the whole model."""
+    engine_dtype: str = "bf16"
+    candidates_per_forward: int | None = None
+    bucket_mb: int = 512
+    offload_train: bool = True
+    offload_rollout: bool = True
+    colocated_scorer: bool = False
+
+    @property
+    def engine_rows(self) -> int:
+        return self.candidates_per_forward or self.engine.candidates_per_forward
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase's bytes on the card, by what holds them."""
+
+    name: str
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+class MemoryModel:
+    """The card's memory under one recipe. Everything is bytes of one card."""
+
+    def __init__(self, model: ModelSize, config: ActorConfig, run: RunShape, card: Card):
+        self.model, self.config, self.run, self.card = model, config, run, card
+        net, sampling = model.transformer, config.sampling
+        self.adapters = Adapters()
+        if config.is_lora:
+            self.adapters = Adapters(rank=config.lora_rank, targets=config.lora_target_modules or ATTENTION)
+        self.image = model.image_tokens(sampling.height, sampling.width)
+        self.adapter_elements = net.adapter_parameters(self.adapters)
+        self.trained = self.adapter_elements if config.is_lora else net.parameters
+        self.frozen = net.parameters if config.is_lora else 0
+        self._compute, self._master = DTYPE_BYTES[config.fsdp_param_dtype], DTYPE_BYTES[config.master_dtype]
+        self.sharded = run.world_size > 1
+
+    # ------------------------------------------------------------------ the actor at rest
+
+    @property
+    def weights(self) -> float:
+        """This rank's shard of the frozen weights in the compute dtype, of the trained ones in the master dtype."""
+        return (self.frozen * self._compute + self.trained * self._master) / self.run.world_size
+
+    @property
+    def moments(self) -> float:
+        """AdamW's two, in the master dtype."""
+        return 2.0 * self.trained * self._master / self.run.world_size
+
+    @property
+    def on_card(self) -> tuple[float, float]:
+        """(weights, moments) that stay on the card while training; `fsdp_cpu_offload` keeps both on the host."""
+        return (0.0, 0.0) if self.config.fsdp_cpu_offload else (self.weights, self.moments)
+
+    @property
+    def gradients(self) -> float:
+        """Of one update: full training reduces them block by block; LoRA keeps them whole until the last backward."""
+        if self.config.fsdp_cpu_offload:
+            return 0.0
+        whole = self.config.is_lora and self.run.world_size > 1
+        return self.trained * self._master / (1 if whole else self.run.world_size)
+
+    @property
+    def gathered(self) -> float:
+        """What FSDP2 holds in the compute dtype beside the shards, while a model runs."""
+        if not (self.sharded or self.config.master_dtype != self.config.fsdp_param_dtype):
+            return 0.0
+        net = self.model.transformer
+        per_rank = self.frozen if self.sharded else 0  # one rank's frozen base is not FSDP's
+        moved = (per_rank + self.trained) * self._compute
+        if self.sharded and not self.config.fsdp_reshard_after_forward:
+            return float(moved)
+        reduced = 0.0 if self.config.is_lora else net.block_parameters * DTYPE_BYTES[self.config.fsdp_reduce_dtype]
+        return moved * min(1.0, GATHERED_BLOCKS / net.blocks) + reduced
+
+    # ------------------------------------------------------------------ replay
+
+    @property
+    def row_bytes(self) -> float:
+        """What one more row of a forward adds to the peak of its backward."""
+        return self._row(fixed_blocks=self.model.transformer.blocks)
+
+    def _row(self, fixed_blocks: int) -> float:
+        net, config, image, text = self.model.transformer, self.config, self.image, self.run.text_tokens
+        dtype, compiled = config.fsdp_param_dtype, config.replay_compile
+        block = net.saved_bytes(image, text, self.adapters, full=not config.is_lora, compiled=compiled, dtype=dtype)
+        working = net.backward_bytes(image, text, compiled=compiled, dtype=dtype)
+        if config.fsdp_activation_checkpointing:
+            return fixed_blocks * net.input_bytes(image, text, dtype=dtype) + block + working
+        return fixed_blocks * block + working
+
+    def activations(self, rows: int) -> float:
+        return rows * self.row_bytes
+
+    def replay_peak(self, rows: int, *, forwards: int) -> dict[str, float]:
+        """The actor alone, in the worst moment of a backward.
+
+        An update's first forward begins its backward without gradients and ends it without activations: they do
+        not add up, unless an earlier forward of the same update has left its gradients.
+        """
+        weights, moments = self.on_card
+        activations, gradients = self.activations(rows), self.gradients
+        if forwards == 1:
+            first_block = rows * self._row(fixed_blocks=1)
+            if gradients + first_block > activations:
+                activations = first_block
+            else:
+                gradients = 0.0
+        return {
+            "actor weights": weights,
+            "AdamW": moments,
+            "gathered blocks": self.gathered,
+            "gradients": gradients,
+            "activations": activations,
+        }
+
+    def rows_of_update(self) -> int:
+        """(candidate, step) pairs that one rank replays for one optimizer step."""
+        config, world = self.config, self.run.world_size
+        local = len(local_candidates(config.n_samples_per_prompt, rank=0, world_size=world))
+        return max(1, self.run.groups * local * self.run.trained_steps // config.num_updates_per_batch)
+
+    def rows_that_fit(self) -> int:
+        """What an automatic `replay_join` comes to: `join.choose_join`, with formulas for its two probes."""
+        weights, moments = self.on_card
+        taken = weights + moments + self.gathered + self.engine_while_training() + self.contexts
+        free = AUTO_MEMORY_SHARE * (self.card.memory - taken) - self.gradients
+        return max(1, int(free / self.row_bytes))
+
+    def join(self) -> int:
+        """Rows of a forward: as set, or as many as fit, in equal forwards."""
+        rows = self.rows_of_update()
+        fit = min(self.config.replay_join or self.rows_that_fit(), rows)
+        return fit if self.config.replay_join else ceil(rows / ceil(rows / fit))
+
+    # ------------------------------------------------------------------ the engine
+
+    @property
+    def engine_transformer(self) -> float:
+        adapter = self.adapter_elements if self.config.lora_adapter_mode else 0
+        return (self.model.transformer.parameters + adapter) * DTYPE_BYTES[self.run.engine_dtype]
+
+    @property
+    def engine_frozen(self) -> float:
+        return (self.model.text_encoder_parameters + self.model.vae_parameters) * DTYPE_BYTES[self.run.engine_dtype]
+
+    def engine_while_training(self) -> float:
+        return 0.0 if self.run.offload_rollout else self.engine_transformer + self.engine_frozen
+
+    def sampling_bytes(self) -> float:
+        """The worse of a denoising forward and of decoding its pictures; the text encoder's own is smaller."""
+        run, sampling, dtype = self.run, self.config.sampling, self.run.engine_dtype
+        rows = min(run.engine_rows, run.groups * self.config.n_samples_per_prompt)
+        forward = rows * self.model.transformer.forward_bytes(self.image, run.text_tokens, dtype=dtype)
+        decoded = min(rows, run.engine.decoded_at_once)
+        return max(forward, decoded * self.model.decode_bytes(sampling.height, sampling.width, dtype=dtype))
+
+    @property
+    def contexts(self) -> float:
+        return PROCESS_BYTES * (3 if self.run.colocated_scorer else 2)
+
+    # ------------------------------------------------------------------ the phases
+
+    def phases(self) -> list[Phase]:
+        """In the order of a run."""
+        weights, moments = self.on_card
+        actor = {"actor weights": weights, "AdamW": moments}
+        engine = {"engine transformer": self.engine_transformer, "engine text encoder, VAE": self.engine_frozen}
+        processes = {"processes": self.contexts}
+        awake = {} if self.run.offload_train else actor
+        beside = {} if self.run.offload_rollout else engine
+        rows = self.join()
+        replay = self.replay_peak(rows, forwards=ceil(self.rows_of_update() / rows))
+        staging = {"sync buckets": 2.0 * self.run.bucket_mb * (1 << 20), "gathered for the sync": self._sync_gather()}
+        taking = engine | ({"engine text encoder, VAE": 0.0} if self.run.offload_rollout else {})
+        phases = [
+            Phase("load", processes | {"actor weights": weights} | engine),
+            Phase("rollout", processes | awake | engine | {"sampling": self.sampling_bytes()}),
+            Phase("replay", processes | beside | replay),
+            Phase("optimizer step", processes | beside | actor | {"gradients": self.gradients}),
+            Phase("sync", processes | actor | taking | staging),
+            Phase("both asleep", processes | awake | beside),
+        ]
+        return [Phase(phase.name, {name: b for name, b in phase.parts.items() if b > 0}) for phase in phases]
+
+    def _sync_gather(self) -> float:
+        """What a sync holds beside its buckets: two chunks on their way, and the tensors of the bucket being packed."""
+        if not self.sharded:
+            return 0.0
+        sent = self.adapter_elements if self.config.lora_adapter_mode else self.model.transformer.parameters
+        return min(2.0 * SYNC_CHUNK_BYTES + self.run.bucket_mb * (1 << 20), 2.0 * sent * self._compute)
+
+    def host_bytes(self) -> float:
+        """Host memory that one card's sleepers take: what leaves the card lies there."""
+        actor = self.weights + self.moments if self.run.offload_train or self.config.fsdp_cpu_offload else 0.0
+        return actor + (self.engine_transformer + self.engine_frozen if self.run.offload_rollout else 0.0)
+
+    def gathered_gb(self) -> float:
+        """What one pass over the model gathers from the other ranks, in 1e9 bytes."""
+        return (self.frozen + self.trained) * self._compute / GB if self.sharded else 0.0

@@ -1,0 +1,111 @@
+"""Seconds of one rollout: arithmetic at the paces of `cards`, copies at the rates of the card.
+
+A pass takes sqrt(work^2 + launches^2): the card is busy in large forwards, the host that launches in small ones.
+The blend is a choice. Against the held-out measurements it is within 3 % for compiled forwards of 16 and more, 16 %
+low for eager ones of 1 to 16 with checkpointing, and up to 40 % low for forwards of 3 and 4: there it is a floor.
+
+Left out, because nothing was measured or it is not the trainer's: scoring, text encoding, VAE decoding, writing
+sidecars and checkpoints, start-up, compilation.
+"""
+
+from math import ceil, hypot
+
+from flowgrpo_fsdp_actor.estimate.cards import COMPILED, EAGER, GB, H200, Pace
+from flowgrpo_fsdp_actor.estimate.memory import MemoryModel
+
+PAGEABLE_TO_HOST, PAGEABLE_TO_DEVICE = 1.1 * GB, 4.2 * GB
+"""Stock SGLang's `module.to`, 7.6 GB in 7.0 s and back in 1.8 s on the H200: what `DiffusersEngine` does too."""
+WIRE = 40.9 * GB / 0.092
+"""Weight sync between two processes of one card, verified: 40.9 GB in 92 ms in 512 MB buckets, H200."""
+WIRE_FLOOR_S = 0.01
+"""An adapter of 377 MB took 10.5 ms."""
+
+
+def pass_seconds(memory: MemoryModel, rows: int, *, forwards: int, backwards: int, compiled: bool) -> float:
+    """One call of the model with `rows` rows: `forwards` forwards (2 where blocks are recomputed) and a backward."""
+    pace = COMPILED if compiled else EAGER
+    net, config, run = memory.model.transformer, memory.config, memory.run
+    faster = memory.card.matmul / H200.matmul
+    ahead = net.forward_flops(memory.image, run.text_tokens, memory.adapters) / pace.forward
+    back = net.backward_flops(memory.image, run.text_tokens, memory.adapters, full=not config.is_lora) / pace.backward
+    work = rows * (forwards * ahead + backwards * back) / faster
+    return hypot(work, net.blocks * _launches(pace, forwards, backwards))
+
+
+def _launches(pace: Pace, forwards: int, backwards: int) -> float:
+    return forwards * pace.launch_forward + backwards * pace.launch_backward
+
+
+def replay_seconds(memory: MemoryModel, rows: int) -> float:
+    """Forward and backward of one joined forward, with what FSDP2 gathers for it.
+
+    On two H200 the gathers added to the time instead of hiding behind it: 967 + 2 x 75 ms were 1119 ms in truth.
+    """
+    config = memory.config
+    forwards = 2 if config.fsdp_activation_checkpointing else 1
+    seconds = pass_seconds(memory, rows, forwards=forwards, backwards=1, compiled=config.replay_compile)
+    gathers = 2 if config.fsdp_reshard_after_forward else 1
+    if not config.is_lora:
+        gathers += 2 if config.fsdp_reduce_dtype == "fp32" else 1  # the gradients' reduction moves as much, or twice
+    return seconds + gathers * gather_seconds(memory)
+
+
+def anchor_seconds(memory: MemoryModel, rows: int) -> float:
+    """One forward without gradients, for the anchors of the updates after the first."""
+    seconds = pass_seconds(memory, rows, forwards=1, backwards=0, compiled=memory.config.replay_compile)
+    return seconds + gather_seconds(memory)
+
+
+def gather_seconds(memory: MemoryModel) -> float:
+    return memory.gathered_gb() * GB / memory.card.gather
+
+
+def rollout_seconds(memory: MemoryModel) -> dict[str, float]:
+    """Seconds of each part of one rollout, on the card that has most to do."""
+    config, run = memory.config, memory.run
+    rows, join = memory.rows_of_update(), memory.join()
+    per_update = ceil(rows / join)
+    replay = config.num_updates_per_batch * per_update * replay_seconds(memory, min(join, rows))
+    anchored = config.num_updates_per_batch - (0 if config.fsdp_debug_fingerprint else 1)
+    anchors = anchored * per_update * anchor_seconds(memory, min(join, rows))
+    moved = memory.trained * 7.0 * (2 if config.master_dtype == "bf16" else 4) / run.world_size  # 4 read, 3 written
+    return {
+        "sampling": _sampling(memory),
+        "replay": replay,
+        "anchors": anchors,
+        "optimizer": config.num_updates_per_batch * moved / memory.card.copy,
+        "sleep and wake": _sleeping(memory),
+        "sync": _sync(memory),
+    }
+
+
+def _sampling(memory: MemoryModel) -> float:
+    run, config = memory.run, memory.config
+    engines = max(1, run.world_size // run.engine_gpus)
+    candidates = ceil(run.groups * config.n_samples_per_prompt / engines)
+    rows = min(run.engine_rows, candidates)
+    forward = pass_seconds(memory, rows, forwards=1, backwards=0, compiled=run.engine.compiled)
+    return ceil(candidates / rows) * config.sampling.num_inference_steps * forward
+
+
+def _sleeping(memory: MemoryModel) -> float:
+    """`colocation`: the engine wakes whole, sleeps, wakes its transformer for the sync, and sleeps."""
+    run, card = memory.run, memory.card
+    seconds = 0.0
+    if run.offload_train:
+        trained = memory.trained * 3.0 * (2 if memory.config.master_dtype == "bf16" else 4) / run.world_size
+        seconds += (memory.weights + memory.moments) / card.host_to_device + trained / card.device_to_host
+    if run.offload_rollout:
+        transformer, frozen = memory.engine_transformer, memory.engine_frozen
+        up, down = 2 * transformer + frozen, 2 * transformer + frozen
+        if run.engine.pinned:  # what nobody wrote since the last sleep is not copied out again
+            seconds += up / card.host_to_device + transformer / card.device_to_host
+        else:
+            seconds += up / PAGEABLE_TO_DEVICE + down / PAGEABLE_TO_HOST
+    return seconds
+
+
+def _sync(memory: MemoryModel) -> float:
+    sent = memory.adapter_elements if memory.config.lora_adapter_mode else memory.model.transformer.parameters
+    gathered = gather_seconds(memory) if not memory.config.lora_adapter_mode else 0.0
+    return max(WIRE_FLOOR_S, sent * 2.0 / WIRE) + gathered
