@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.distributed.checkpoint as dcp
 from flowgrpo_fsdp_actor import ActorConfig, FsdpActor, init_process_group
 from flowgrpo_fsdp_actor.checkpoint_files import (
     COMMITTED,
@@ -30,11 +30,11 @@ from flowgrpo_fsdp_actor.errors import CheckpointError, ExportError, NotResumabl
 from flowgrpo_fsdp_actor.export import Checkpoint, changed_tensors, export_adapter, export_merged
 from flowgrpo_fsdp_actor.testing import SAMPLING, draw_rollout
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from .processes import PROCESSES
 from .saver import documents, saver_main
 
-SAVERS = mp.get_context("forkserver")  # its server imports torch and diffusers once, not once a kill
-SAVERS.set_forkserver_preload([saver_main.__module__, "diffusers"])
 LORA = {"fsdp_trainable_mode": "lora", "lora_rank": 4, "lora_alpha": 8.0, "lora_merge_mode": True}
 ADVANTAGES = torch.tensor([[1.0, -1.0, 0.5, -0.5], [2.0, -2.0, 0.0, 0.0]])
 
@@ -117,6 +117,16 @@ def test_the_layout_is_the_specified_one_and_a_lora_checkpoint_holds_the_adapter
     assert names
     assert all(".lora_" in name for name in names)
     assert tree.committed() == [20]
+
+
+def test_the_shards_are_those_of_dcp_and_its_own_reader_reads_them(make_actor, rollouts, model_folder, tmp_path):
+    actor = make_actor(fsdp_param_dtype="bf16", fsdp_master_dtype="fp32")  # one rank, sharded
+    actor.update(0, rollouts[0], ADVANTAGES)
+    tree = save(actor, model_folder, tmp_path)
+    expected = weights(actor)
+    read = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+    dcp.load(read, storage_reader=HuggingFaceStorageReader(str(tree.iteration(0) / "fsdp")))
+    assert all(torch.equal(read[name], expected[name]) for name in expected)
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle_that_could_run_code(make_actor, model_folder, tmp_path):
@@ -370,7 +380,7 @@ def test_a_save_killed_at_a_random_moment_leaves_a_committed_checkpoint_that_loa
     generator, actor = random.Random(0), make_actor(**LORA)
     tree, newest = CheckpointTree(tmp_path, "t2i"), -1
     for kill in range(int(os.environ.get("FLOWGRPO_TEST_KILLS", "2"))):
-        saver = SAVERS.Process(target=saver_main, args=(model_folder, tmp_path, free_port()), daemon=True)
+        saver = PROCESSES.Process(target=saver_main, args=(model_folder, tmp_path, free_port()), daemon=True)
         saver.start()
         while (tree.committed() or [-1])[-1] <= newest:  # at least one more is committed, then any moment will do
             assert saver.is_alive()

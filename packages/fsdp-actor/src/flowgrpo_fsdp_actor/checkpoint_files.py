@@ -25,13 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from flowgrpo_rollout_sglang.files import write_atomic
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from flowgrpo_fsdp_actor.checkpoint_shards import write_shards
+from flowgrpo_fsdp_actor.checkpoint_shards import StoredPiece, read_shards, stored_pieces, whole_shape, write_shards
+from flowgrpo_fsdp_actor.distributed import fail_together
 from flowgrpo_fsdp_actor.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -41,8 +39,6 @@ COMMITTED = "COMMITTED"
 LATEST = "latest_checkpointed_iteration.txt"
 HISTORY = "metrics.jsonl"
 RESTORE = "restore it, or move this iteration's folder away to go on from the one before"
-READERS = 4
-"""Shard files that a rank reads at a time."""
 JSON_FILES = ("trainer_state.json", "weight_sync_manifest.json", "adapter_contract.json")
 
 
@@ -130,8 +126,9 @@ def load_checkpoint(actor: "FsdpActor", tree: CheckpointTree, n: int) -> dict[st
 
     _all_or_none(_attempt(check), folder)
     live = actor.checkpoint_state()
-    _all_or_none(_attempt(lambda: _check_tensors(folder / "fsdp", _flat(live))), folder)
-    _all_or_none(_attempt(lambda: dcp.load(_flat(live), storage_reader=_reader(folder))), folder)
+    stored: dict[str, list[StoredPiece]] = {}
+    _all_or_none(_attempt(lambda: stored.update(_checked_tensors(folder / "fsdp", _flat(live)))), folder)
+    _all_or_none(_attempt(lambda: read_shards(_flat(live), stored)), folder)
     actor.load_checkpoint_state(live)
     actor.lr_scheduler_steps = state["lr_scheduler_steps"]
     if random_states:
@@ -252,35 +249,22 @@ def _read_rng(path: Path) -> dict[str, Any]:
         raise CheckpointError(str(path), f"holds no random state: {first}", RESTORE) from error
 
 
-def _check_tensors(folder: Path, live: Mapping[str, Tensor]) -> None:
-    """Names and shapes of the shards against the live ones. Raises CheckpointError with every difference."""
-    stored: dict[str, int] = {}
-    for path in folder.glob("*.safetensors"):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    count = 1
-                    for length in file.get_slice(name).get_shape():
-                        count *= length
-                    stored[name] = stored.get(name, 0) + count
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(str(path), f"cannot be read: {error}", RESTORE) from error
-    wrong = [name for name in live if stored.get(name, 0) < live[name].numel()]
+def _checked_tensors(folder: Path, live: Mapping[str, Tensor]) -> dict[str, list[StoredPiece]]:
+    """Where each tensor lies. Raises CheckpointError naming those that are missing, unknown or of another shape."""
+    stored = stored_pieces(folder)
+    wrong = [name for name in live if name not in stored or whole_shape(stored[name]) != tuple(live[name].shape)]
     wrong += [name for name in stored if name not in live]
     if wrong:
         shown = ", ".join(wrong[:3]) + (f", ... ({len(wrong)} in all)" if len(wrong) > 3 else "")
         raise CheckpointError(
-            str(folder), f"does not hold this model's tensors: {shown}", "check --model-path and LoRA flags"
+            str(folder), f"does not hold this model's tensors: {shown}", "check --model-path and the LoRA flags"
         )
+    return stored
 
 
 def _flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """One level, as safetensors has it: "model/..." and "optimizer/...". The tensors are the live ones."""
     return {f"{part}/{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
-
-
-def _reader(folder: Path) -> HuggingFaceStorageReader:
-    return HuggingFaceStorageReader(str(folder / "fsdp"), thread_count=READERS)
 
 
 def _attempt(work: Any) -> Exception | None:
@@ -294,11 +278,12 @@ def _attempt(work: Any) -> Exception | None:
 def _all_or_none(failed: Exception | None, folder: Path) -> None:
     """Raises on every rank if any rank failed: a MIN all-reduce of success, then the first failure's words."""
     succeeded = torch.tensor(0 if failed else 1)
-    dist.all_reduce(succeeded, op=dist.ReduceOp.MIN)
-    if succeeded.item():
-        return
     words: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(words, None if failed is None else f"{type(failed).__name__}: {failed}")
+    with fail_together("a checkpoint"):  # a rank that failed in an earlier phase does not come
+        dist.all_reduce(succeeded, op=dist.ReduceOp.MIN)
+        if succeeded.item():
+            return
+        dist.all_gather_object(words, None if failed is None else f"{type(failed).__name__}: {failed}")
     if isinstance(failed, CheckpointError):
         raise failed
     rank, first = next((rank, text) for rank, text in enumerate(words) if text is not None)

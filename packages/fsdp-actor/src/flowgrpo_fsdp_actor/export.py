@@ -18,11 +18,11 @@ from flowgrpo_rollout_sglang.files import write_atomic
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree, read_documents
+from flowgrpo_fsdp_actor.checkpoint_shards import StoredPiece, read_shards, stored_pieces, whole_shape
 from flowgrpo_fsdp_actor.contract import base_model_hash
-from flowgrpo_fsdp_actor.errors import ExportError
+from flowgrpo_fsdp_actor.errors import CheckpointError, ExportError
 
 PREFIX = "model/"
 
@@ -54,35 +54,22 @@ class Checkpoint:
         return self.contract["mode"] == "lora"
 
     @cached_property
-    def _index(self) -> dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
-        """Trained weight -> its pieces: (file, offsets, sizes)."""
-        metadata = HuggingFaceStorageReader(str(self.folder / "fsdp")).read_metadata()
-        pieces: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {}
-        for index, stored in metadata.storage_data.items():
-            if index.fqn.startswith(PREFIX):
-                offset = tuple(index.offset or [0] * len(stored.shape))
-                pieces.setdefault(index.fqn.removeprefix(PREFIX), []).append(
-                    (stored.relative_path, offset, tuple(stored.shape))
-                )
-        return pieces
+    def _stored(self) -> dict[str, list[StoredPiece]]:
+        """Trained weight -> its pieces."""
+        stored = stored_pieces(self.folder / "fsdp")
+        return {name.removeprefix(PREFIX): pieces for name, pieces in stored.items() if name.startswith(PREFIX)}
 
     def names(self) -> list[str]:
-        return sorted(self._index)
+        return sorted(self._stored)
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, put together from every rank's piece."""
-        pieces = self._index[name]
-        rank = len(pieces[0][2])
-        shape = [max(offset[d] + size[d] for _, offset, size in pieces) for d in range(rank)]
-        whole: Tensor | None = None
-        for path, offset, size in pieces:
-            with safe_open(path, framework="pt") as file:
-                piece = file.get_tensor(PREFIX + name)
-            if list(size) == shape:
-                return piece
-            whole = torch.empty(shape, dtype=piece.dtype) if whole is None else whole
-            whole[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))] = piece
-        assert whole is not None
+        """The whole tensor, put together from every rank's piece. Raises CheckpointError."""
+        pieces = self._stored[name]
+        whole = torch.empty(whole_shape(pieces), dtype=pieces[0].dtype)
+        try:
+            read_shards({name: whole}, {name: pieces})
+        except (OSError, ValueError) as error:
+            raise CheckpointError(str(pieces[0].path), f"cannot be read: {error}", "restore the file") from error
         return whole
 
 
