@@ -31,8 +31,12 @@ class Workload:
     """Raises AssertionError if `ours` or a rival is wrong. Nothing is timed before it has passed."""
     bytes_moved: int = 0
     """Fewest bytes one call must read and write; 0 where that is not the limit. Gives GB/s and the copy floor."""
+    bytes_stored: int = 0
+    """Bytes of one call on a disk, for GB/s; no copy in memory is a floor of it."""
     operations: int = 0
     """Arithmetic operations of one call; 0 where that is not the limit."""
+    prepare: Mapping[str, Callable[[], None]] = field(default_factory=dict)
+    """By variant (`ours`, a rival's name): comes before each of its calls; they are timed one by one, all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +56,14 @@ class BenchCase:
     smoke: Mapping[str, Mapping[str, Any]]
     """The same for `--smoke`: a second or so in all, on two CPU cores."""
     devices: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
+    gpus: int = 1
+    """GPUs that it takes on cuda; `run` says so and leaves it out where there are fewer."""
     timers: tuple[Timer, ...] | None = None
     """None: graph and calls on cuda, wall on cpu."""
+    samples: int | None = None
+    """Samples of a measurement where a call takes seconds; None: as many as usual."""
+    launches: bool = True
+    """Count what a call puts on the GPU; False where another process does the work."""
     tolerance: Mapping[str, float] = field(default_factory=lambda: {"cpu": 0.5, "cuda": 0.1})
     """Device -> relative slowdown past which `compare` fails. `compare` widens it where noise was measured larger."""
 

@@ -48,8 +48,16 @@ class Timing:
         return cls(median, (ordered[len(ordered) - 1 - cut] - ordered[cut]) / (2 * median), len(ordered))
 
 
-def measure(call: Callable[..., Any], inputs: Sequence[tuple], timer: Timer, effort: Effort) -> Timing:
-    """Times `call` over rotating `inputs` by `timer` (see `case.Timer`)."""
+def measure(
+    call: Callable[..., Any],
+    inputs: Sequence[tuple],
+    timer: Timer,
+    effort: Effort,
+    prepare: Callable[[], None] | None = None,
+) -> Timing:
+    """Times `call` over rotating `inputs` by `timer` (see `case.Timer`); `prepare` comes before each call, untimed."""
+    if prepare is not None:
+        return Timing.of([_one_call(call, inputs[turn % len(inputs)], prepare) for turn in range(effort.samples)])
     for arguments in inputs[:3]:
         call(*arguments)
     if timer == "wall":
@@ -62,6 +70,15 @@ def measure(call: Callable[..., Any], inputs: Sequence[tuple], timer: Timer, eff
             call(*arguments)
 
     return _events(once_through, len(inputs), effort)
+
+
+def _one_call(call: Callable[..., Any], arguments: tuple, prepare: Callable[[], None]) -> float:
+    prepare()
+    _synchronize()
+    start = time.perf_counter()
+    call(*arguments)
+    _synchronize()
+    return time.perf_counter() - start
 
 
 def _wall(call: Callable[..., Any], inputs: Sequence[tuple], effort: Effort) -> Timing:

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import torch
@@ -25,6 +26,9 @@ def run(cases: Iterable[BenchCase], device: str, *, smoke: bool = False, say: Ca
     for case in cases:
         if device not in case.devices:
             continue
+        if device == "cuda" and torch.cuda.device_count() < case.gpus:
+            say(f"{case.name}: left out, it takes {case.gpus} GPUs")
+            continue
         report.tolerance[case.name] = case.tolerance[device]
         for size, arguments in (case.smoke if smoke else case.sizes_on(device)).items():
             say(f"{case.name} {size}")
@@ -34,7 +38,8 @@ def run(cases: Iterable[BenchCase], device: str, *, smoke: bool = False, say: Ca
             except AssertionError as error:
                 report.failed[f"{case.name} {size}"] = str(error) or "the gate failed without a word"
                 continue
-            report.rows.extend(_rows(case, size, workload, device, effort))
+            of_case = effort if smoke or case.samples is None else replace(effort, samples=case.samples)
+            report.rows.extend(_rows(case, size, workload, device, of_case))
             del workload
             _free(device)
     return report
@@ -44,8 +49,10 @@ def _rows(case: BenchCase, size: str, workload: Workload, device: str, effort: E
     rows = []
     for timer in case.timers_on(device):
         for variant, call in {OURS: workload.ours, **workload.rivals}.items():
-            timing = measure(call, workload.inputs, timer, effort)
-            launches = count_launches(call, workload.inputs[0]) if device == "cuda" else None
+            prepare = workload.prepare.get(variant)
+            timing = measure(call, workload.inputs, timer, effort, prepare)
+            counted = device == "cuda" and case.launches and prepare is None
+            launches = count_launches(call, workload.inputs[0]) if counted else None
             rows.append(
                 Row(
                     case=case.name,
@@ -55,7 +62,7 @@ def _rows(case: BenchCase, size: str, workload: Workload, device: str, effort: E
                     seconds=timing.median,
                     spread=timing.spread,
                     launches=launches,
-                    bytes_moved=workload.bytes_moved,
+                    bytes_moved=workload.bytes_moved or workload.bytes_stored,
                     operations=workload.operations,
                 )
             )

@@ -6,7 +6,7 @@ a copy through one kept CUDA-IPC buffer with a round trip for each bucket, nothi
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -58,23 +58,23 @@ def qwen_image_lora_shapes(layers: int = 60, hidden: int = 3072, rank: int = 64)
     ]
 
 
-def flat_weights(shapes: Shapes, device: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """One bfloat16 block and the tensors inside it, by name."""
+def flat_weights(shapes: Shapes, device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, dict[str, Tensor]]:
+    """One block and the tensors inside it, by name."""
     starts, at = [], 0
     for _, shape in shapes:
         starts.append(at)
         at += -(-math.prod(shape) // _ALIGN) * _ALIGN
-    memory = torch.zeros(at, dtype=torch.bfloat16, device=device)
+    memory = torch.zeros(at, dtype=dtype, device=device)
     return memory, {
         name: memory[start : start + math.prod(shape)].view(shape)
         for (name, shape), start in zip(shapes, starts, strict=True)
     }
 
 
-def checksum(tensors: dict[str, Tensor]) -> int:
-    """Over names, order and every bit; independent of the wire's own fingerprint."""
+def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Over order and every bit of the tensors; independent of the wire's own fingerprint."""
     total = 0
-    for position, tensor in enumerate(tensors.values(), start=1):
+    for position, (_, tensor) in enumerate(tensors, start=1):
         for chunk in tensor.view(-1).view(torch.int16).split(_CHUNK):
             places = torch.arange(1, chunk.numel() + 1, device=chunk.device) % 8191
             total += position * int((chunk.to(torch.int64) * places).sum())
@@ -87,7 +87,7 @@ class SyncPair:
     def __init__(self, shapes: Shapes, device: str, mode: SyncMode):
         self.device, self.mode = device, mode
         self.memory, self.tensors = flat_weights(shapes, device)
-        process, connection = start_process(_receiver_main, shapes, device)
+        process, connection = start_process(receiver_main, shapes, device)
         self.client = PipeClient(connection, "receiver")
         self._senders: dict[int, WeightSender] = {}
         self._staging: dict[int, Tensor] = {}
@@ -131,7 +131,7 @@ class SyncPair:
 
     def assert_equal(self) -> None:
         """Both processes hold the same bits."""
-        ours, theirs = checksum(self.tensors), self.client.call("checksum")
+        ours, theirs = checksum(self.tensors.items()), self.client.call("checksum")
         assert ours == theirs, f"sender {ours}, receiver {theirs}"
 
 
@@ -150,8 +150,11 @@ def _stop(
         cuda_memory.free(pointer, device)
 
 
-def _receiver_main(connection: Connection, shapes: Sequence[tuple[str, Sequence[int]]], device: str) -> None:
+def receiver_main(connection: Connection, shapes: Sequence[tuple[str, Sequence[int]]], device: str) -> None:
+    """A process that stands for an engine, with parameters of these shapes; runs until `connection` ends."""
     torch.set_num_threads(1)
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
     memory, tensors = flat_weights([(name, tuple(shape)) for name, shape in shapes], device)
     staging: dict[int, Tensor] = {}
 
@@ -163,5 +166,5 @@ def _receiver_main(connection: Connection, shapes: Sequence[tuple[str, Sequence[
         memory[start : start + count].copy_(staging[bucket_mb][:count])
         torch.cuda.synchronize()
 
-    more = {"raw_open": raw_open, "raw_take": raw_take, "checksum": lambda: checksum(tensors)}
+    more = {"raw_open": raw_open, "raw_take": raw_take, "checksum": lambda: checksum(tensors.items())}
     serve(WeightReceiver(tensors, "receiver"), connection, more)
