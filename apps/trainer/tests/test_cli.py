@@ -56,6 +56,10 @@ def test_an_environment_variable_that_names_no_flag_is_refused(variable):
     assert variable in str(error.value)
 
 
+def test_variables_that_the_rollout_package_reads_are_no_flags():
+    parse(["--recipe", "quickstart"], {"FLOWGRPO_CACHE": "/cache", "FLOWGRPO_WIRE_NATIVE": "0"})
+
+
 def test_the_sample_id_mode_comes_from_its_own_variable(monkeypatch):
     monkeypatch.setenv("FLOWGRPO_SAMPLE_ID_MODE", "positional")
     settings, _ = parse(["--recipe", "quickstart"])

@@ -23,7 +23,8 @@ from flowgrpo_trainer.settings import JSON_FLAGS, Settings
 
 DEFAULT_RECIPE = "quickstart"
 PREFIX = "FLOWGRPO_"
-_NOT_FLAGS = ("FLOWGRPO_SAMPLE_ID_MODE",)
+_NOT_FLAGS = ("FLOWGRPO_SAMPLE_ID_MODE", "FLOWGRPO_CACHE", "FLOWGRPO_WIRE_NATIVE")
+"""Variables of the rollout package, which reads them itself."""
 
 
 class RecipeError(ValueError):

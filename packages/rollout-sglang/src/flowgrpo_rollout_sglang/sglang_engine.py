@@ -75,11 +75,10 @@ class SGLangNativeGenerationEngine:
         if self.config.num_gpus > 1:
             what = f"num_gpus = {self.config.num_gpus}: one engine drives one GPU"
             raise EngineError(self.name, what, "set --rollout-num-gpus-per-engine 1 and start more engines")
-        environment = ENVIRONMENT | (CPU_ENVIRONMENT if self.config.device == "cpu" else {})
         folder = Path(self.config.log_folder or tempfile.mkdtemp(prefix="flowgrpo-log-"))
         log = folder / f"{self.name}.sglang.log"
         arguments = server_arguments(self.config, self._model_path)
-        server = ServerProcess(self.name, patched, arguments, environment, log)
+        server = ServerProcess(self.name, patched, arguments, server_environment(self.config), log)
         server.start(self.config.start_timeout_s, self._port)
         self._server = server
         try:
@@ -306,6 +305,11 @@ def _read_echo(content: bytes) -> dict[str, Any]:
     """The JSON in the header of a binary answer."""
     length = int.from_bytes(content[:8], "little")
     return json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["flowgrpo"])
+
+
+def server_environment(config: EngineConfig) -> dict[str, str]:
+    """What the server's process needs beside this one's environment."""
+    return ENVIRONMENT | (CPU_ENVIRONMENT if config.device == "cpu" else {})
 
 
 def server_arguments(config: EngineConfig, model_path: str) -> list[str]:

@@ -24,7 +24,7 @@ TOKENS = (SIDE // 8) ** 2
 # For the servers: with so small a model a second thread only waits, and spins while it does.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SERVED = {"engine", "started", "stock"}
+SERVED = {"engine", "started"}
 """Fixtures that start a server."""
 
 

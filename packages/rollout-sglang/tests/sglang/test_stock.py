@@ -2,7 +2,7 @@
 
     pytest -m stock packages/rollout-sglang/tests/sglang
 
-Left out of the ordinary run: a minute of server time that only a new SGLang can change. In bf16, as it runs.
+Left out of the ordinary run: a quarter of a minute that only a new SGLang can change. In bf16, as stock runs.
 """
 
 import runpy
@@ -11,44 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from flowgrpo_rollout_sglang import sglang_engine
-from flowgrpo_rollout_sglang.patch import copy, insertions
-from flowgrpo_rollout_sglang.sglang_process import ServerProcess
+from flowgrpo_rollout_sglang.testing import start_stock_server
 
 HERE = Path(__file__).parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = runpy.run_path(str(HERE / "rows.py"))
 pytestmark = [pytest.mark.stock, pytest.mark.timeout(900)]
 
-# Without this line stock cannot sleep on a CPU at all, and the row about updates while asleep would say nothing.
-GUARD = "import torch\nif not hasattr(torch.cpu, 'empty_cache'): torch.cpu.empty_cache = lambda: None\n"
-TEXT_IN_BF16 = ("--text-encoder-precisions", "bf16")
-
 
 @pytest.fixture(scope="module")
 def stock(make_config, tmp_path_factory) -> Iterator:
-    """The installed package as it is, checked to be unpatched, on the shipped tiny model."""
-    manifest, _ = insertions.load()
-    root = copy.installed_root(manifest)
-    assert insertions.digests(root, manifest.stock) == dict(manifest.stock), "the installed SGLang is patched"
-    overlay, loras = tmp_path_factory.mktemp("overlay"), tmp_path_factory.mktemp("loras")
-    (overlay / "sitecustomize.py").write_text(GUARD)
-    config = make_config("stock", dtype="bf16")
-    environment = sglang_engine.ENVIRONMENT | (sglang_engine.CPU_ENVIRONMENT if DEVICE == "cpu" else {})
-    server = ServerProcess(
-        "stock",
-        overlay,
-        # stock hands the text encoder's output to the transformer as it is, so both must have one format
-        [*sglang_engine.server_arguments(config, str(Path(config.model_path).resolve())), *TEXT_IN_BF16],
-        environment,
-        overlay / "stock.log",
-    )
-    server.start(600)
+    """The installed package on the shipped tiny model."""
+    server = start_stock_server(make_config("stock", dtype="bf16"))
     yield ROWS["Server"](
         client=server.client,
         moments=_own_moments,
         stock=True,
-        folder=loras,
+        folder=tmp_path_factory.mktemp("loras"),
         always={
             "generator_device": DEVICE,
             "true_cfg_scale": 1.0,

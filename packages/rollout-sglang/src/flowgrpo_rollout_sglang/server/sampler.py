@@ -68,8 +68,12 @@ class Sampler:
         encoded = time.perf_counter()
         rows = [(g, candidate) for g, group in enumerate(wave.groups) for candidate in group.candidates]
         parts: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in wave.groups]
+        decode_s = 0.0
         for batch in _batches(rows, [e.shape[0] for e in embeds], wave.candidates_per_forward or DEFAULT_CANDIDATES):
-            states, log_probs, images = self._denoise(wave, sigmas, batch, embeds, latent_shape)
+            states, log_probs, x_BPC = self._denoise(wave, sigmas, batch, embeds, latent_shape)
+            denoised = time.perf_counter()
+            images = self._decode(x_BPC, latent_shape).cpu()
+            decode_s += time.perf_counter() - denoised
             for row, (g, _) in enumerate(batch):
                 parts[g].append((states[row], log_probs[row], images[row]))
         drawn = []
@@ -77,7 +81,8 @@ class Sampler:
             states, log_probs, images = (torch.stack(column) for column in zip(*part, strict=True))
             drawn.append(Drawn(states, log_probs, embed.cpu(), images))
         done = time.perf_counter()
-        return sigmas, drawn, {"text_s": encoded - begun, "denoise_s": done - encoded}
+        seconds = {"text_s": encoded - begun, "denoise_s": done - encoded - decode_s, "decode_s": decode_s}
+        return sigmas, drawn, seconds
 
     def _denoise(
         self,
@@ -87,7 +92,7 @@ class Sampler:
         embeds: list[Tensor],
         latent_shape: tuple[int, int, int],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """States [B, U, P, C], log-probs [B, S] and images [B, H, W, 3] of one forward batch, on the CPU."""
+        """Of one forward batch: states [B, U, P, C] and log-probs [B, S] on the CPU, the last state on the device."""
         candidates = [candidate for _, candidate in batch]
         conditions = self._conditions(wave, [embeds[g] for g, _ in batch])
         x_BPC = self._send([initial_latent(c.x_T_seed, c.sample_id, latent_shape) for c in candidates])
@@ -109,7 +114,7 @@ class Sampler:
         B, P, C = x_BPC.shape
         states_BUPC = torch.stack(states, dim=1) if states else x_BPC.new_empty(B, 0, P, C)
         log_probs_BS = torch.stack(log_probs, dim=1) if log_probs else x_BPC.new_empty(B, 0)
-        return states_BUPC.cpu(), log_probs_BS.cpu(), self._decode(x_BPC, latent_shape).cpu()
+        return states_BUPC.cpu(), log_probs_BS.cpu(), x_BPC
 
     def _conditions(self, wave: Wave, embeds: list[Tensor]) -> dict[str, Any]:
         """Keyword arguments of the transformer that do not change from step to step.
