@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flowgrpo_fsdp_actor import ActorConfig
+from flowgrpo_fsdp_actor import ActorConfig, gather
 from flowgrpo_fsdp_actor.distributed import init_process_group
 from flowgrpo_fsdp_actor.publish import Publisher
 from flowgrpo_rollout_sglang.wire import SyncReport, WeightSender
@@ -64,10 +64,10 @@ class FsdpSync:
             raise RuntimeError(failed[0])
         return [value for value, _ in answers]
 
-    def sync(self, bucket_mb: int, gather: str = "ours") -> None:
+    def sync(self, bucket_mb: int, gathered_by: str = "ours") -> None:
         """Gather to commit, verified, on every rank and its engine at once."""
         self._version += 1
-        self.reports = self.all("send", self._version, bucket_mb, gather)
+        self.reports = self.all("send", self._version, bucket_mb, gathered_by)
         self.all("commit", self._version)
 
     def assert_equal(self) -> None:
@@ -102,13 +102,13 @@ class _Rank:
         for parameter in self._policy.parameters():
             parameter.to_local().uniform_(-1, 1, generator=generator)
 
-    def send(self, version: int, bucket_mb: int, gather: str) -> SyncReport:
+    def send(self, version: int, bucket_mb: int, gathered_by: str) -> SyncReport:
         sender = self._senders.get(bucket_mb)
         if sender is None:
             transport = "cuda_ipc" if self._device.type == "cuda" else "shm"
             sender = self._senders[bucket_mb] = WeightSender(transport, bucket_size_mb=bucket_mb)
         manifest = sender.manifest(self._publisher.entries(), version=version, mode=self._mode)
-        tensors = self._publisher.tensors() if gather == "ours" else self._by_unshard()
+        tensors = self._publisher.tensors() if gathered_by == "ours" else self._by_unshard()
         return sender.send(tensors, manifest, self._client)
 
     def commit(self, version: int) -> None:
@@ -150,6 +150,10 @@ class _Rank:
         """Of the policy, gathered tensor by tensor, and of this rank's engine."""
         whole = ((name, p.full_tensor().bfloat16()) for name, p in self._policy.named_parameters())
         return checksum(whole), self._client.call("checksum")
+
+    def chunk(self, nbytes: int) -> None:
+        """Another size of one gather of the sync, to try."""
+        gather.CHUNK_BYTES = nbytes
 
     def memory(self) -> tuple[float, float]:
         """Peak of this process's allocator, and what it holds now, GB."""

@@ -82,10 +82,12 @@ def weights(actor):
             for part in state for name, t in state[part].items()}  # fmt: skip
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("settings", [LORA, {}], ids=["lora", "full"])
 def test_a_run_that_was_saved_and_loaded_ends_with_the_same_weights_bit_for_bit(
-    make_actor, rollouts, model_folder, tmp_path, settings
+    make_actor, rollouts, model_folder, tmp_path, settings, device
 ):
+    settings = settings | {"device": device}
     whole = make_actor(**settings, lr_warmup_iters=6)
     for r in range(4):
         whole.update(r, rollouts[r], ADVANTAGES)

@@ -18,7 +18,7 @@ def setup(device: str, *, layers: int, hidden: int, bucket_mb: int, lora_rank: i
         ranks.sync(bucket_mb)
 
     def unshard() -> None:
-        ranks.sync(bucket_mb, gather="unshard")
+        ranks.sync(bucket_mb, gathered_by="unshard")
 
     def gate() -> None:
         for seed, call in enumerate((ours, unshard)):

@@ -45,7 +45,7 @@ class SyncReport:
     begin_s: float
     """Names resolved, link opened."""
     gather_s: float
-    """Waiting for the next tensor of the sender's iterator."""
+    """Waiting for tensors: for the sender's iterator, and until what it gave can be packed."""
     pack_s: float
     """Cast, copy into the bucket, fingerprint."""
     transport_s: float

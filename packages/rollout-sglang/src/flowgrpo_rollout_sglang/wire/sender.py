@@ -212,6 +212,7 @@ class _Sync:
         self._sender, self._manifest, self._receiver, self._must_change = sender, manifest, receiver, must_change
         self._seconds = dict.fromkeys(("begin", "gather", "pack", "transport", "verify"), 0.0)
         self.begun = False
+        self._packing = 0.0
         self._sent = 0  # tensors taken from the caller
 
     def run(self, tensors: Iterator[tuple[str, Tensor]]) -> SyncReport:
@@ -228,6 +229,8 @@ class _Sync:
         self._send_buckets(bridge, link, buckets, tensors)
         fingerprints = self._timed("transport", bridge.slots.fingerprints)
         self._seconds["pack"] = bridge.slots.seconds()
+        # A tensor may be on its way when it is handed over: packing then waits for it.
+        self._seconds["gather"] += max(0.0, self._packing - self._seconds["pack"])
         link.send(b"SEAL", len(buckets), struct.pack(f"<{len(fingerprints)}Q", *fingerprints))
         expected = digest(manifest.ordered_name_shape_hash, fingerprints)  # while the engine does the same
         verified = self._timed("verify", receiver.verify)
@@ -249,7 +252,9 @@ class _Sync:
                     index, tensor = piece.tensor, self._timed("gather", lambda: self._next(tensors))
                 assert tensor is not None
                 sources.append(tensor)
+            started = time.perf_counter()
             bridge.slots.pack(sequence % SLOTS, bucket, sources)
+            self._packing += time.perf_counter() - started
             link.send(b"FILL", sequence)
         if (more := next(tensors, None)) is not None:
             raise self._error("stream", "the sender has more tensors than its manifest", (more[0],))
