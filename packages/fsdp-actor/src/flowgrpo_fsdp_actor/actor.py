@@ -68,9 +68,9 @@ class FsdpActor:
         if config.generation_task not in self._adapter.supported_tasks:
             raise ConfigRefused((f"{self._adapter.family} cannot train the task {config.generation_task!r}",))
         with fail_together(LOADING):
-            module = build_policy(config, self._adapter, rank, world_size)
+            module, blocks = build_policy(config, self._adapter, rank, world_size)
         trainable = [p for p in module.parameters() if p.requires_grad]
-        self._policy = Policy(module, trainable, make_adamw(config, trainable))
+        self._policy = Policy(module, trainable, make_adamw(config, trainable), blocks)
         self._publisher = Publisher(config, self._adapter, module)
         self._memory = DeviceMemory()
         self._join = config.replay_join
@@ -148,7 +148,14 @@ class FsdpActor:
                 f"advantages of shape {list(advantages_GN.shape)}, {len(groups)} groups of {sorted(sizes)} candidates",
                 "give one advantage per candidate; all groups need the same number of candidates",
             )
-        return Replay(self._adapter, groups, advantages_GN, self.config.sampling, self._device)
+        return Replay(
+            self._adapter,
+            groups,
+            advantages_GN,
+            self.config.sampling,
+            self._device,
+            compiled=self.config.replay_compile,
+        )
 
     def _report(self, metrics: dict[str, float]) -> UpdateReport:
         version = self.policy_version + 1

@@ -29,6 +29,17 @@ def inject_lora(module: nn.Module, *, rank: int, alpha: float, targets: Sequence
     settings = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights=False)
     with torch.device("meta"):
         inject_adapter_in_model(settings, module, adapter_name=ADAPTER)
+    for layer in module.modules():
+        if hasattr(layer, "lora_A"):
+            layer.cast_input_dtype_enabled = False  # or peft would compute in the masters' dtype
+            layer.lora_A[ADAPTER].__class__ = layer.lora_B[ADAPTER].__class__ = Factor
+
+
+class Factor(nn.Linear):
+    """A or B of an adapter, kept in the master dtype and used in its input's: the policy's compute dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype))
 
 
 def is_lora(name: str) -> bool:

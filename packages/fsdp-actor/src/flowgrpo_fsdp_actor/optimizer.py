@@ -45,11 +45,25 @@ def make_adamw(config: ActorConfig, parameters: Sequence[nn.Parameter]) -> torch
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """float32 scalar: the 2-norm of all gradients over all ranks; NaN or inf where one of them is."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
-    return all_reduced(norms.square().sum(), dist.ReduceOp.SUM).sqrt()
+def average_whole_gradients(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Makes the gradients of parameters that every rank holds whole (adapters) their mean over the ranks.
+
+    One all-reduce in `dtype` for all of them; those of sharded parameters FSDP has reduced already. Collective.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
+    if not gradients or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    flat = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
+    means = all_reduced(flat, dist.ReduceOp.SUM).div_(dist.get_world_size()).split([g.numel() for g in gradients])
+    torch._foreach_copy_([gradient.view(-1) for gradient in gradients], list(means))
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """float32 scalar: the 2-norm of the whole gradient; NaN or inf where a part of it is."""
+    with_gradient = [p for p in parameters if p.grad is not None]
+    norms = torch._foreach_norm([local(p.grad) for p in with_gradient], dtype=torch.float32)
+    return _over_ranks(with_gradient, [norm.square() for norm in norms]).sqrt()
 
 
 @torch.no_grad()
@@ -59,10 +73,17 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 @torch.no_grad()
-def fingerprint(parameters: Iterable[nn.Parameter]) -> float:
-    """Sum of the absolute values of the weights over all ranks, in float64 (F5)."""
-    sums = torch.stack([local(p).double().abs().sum() for p in parameters])
-    return float(all_reduced(sums.sum(), dist.ReduceOp.SUM))
+def fingerprint(parameters: Sequence[nn.Parameter]) -> float:
+    """Sum of the absolute values of the weights, in float64 (F5)."""
+    return float(_over_ranks(parameters, [local(p).double().abs().sum() for p in parameters]))
+
+
+def _over_ranks(parameters: Sequence[nn.Parameter], parts: Sequence[Tensor]) -> Tensor:
+    """Sum of one scalar per parameter: over the ranks where it is sharded, once where every rank holds it whole."""
+    sharded = [part for p, part in zip(parameters, parts, strict=True) if isinstance(p, DTensor)]
+    whole = [part for p, part in zip(parameters, parts, strict=True) if not isinstance(p, DTensor)]
+    total = torch.stack(whole).sum() if whole else 0.0
+    return total + all_reduced(torch.stack(sharded).sum(), dist.ReduceOp.SUM) if sharded else total
 
 
 def local(tensor: Tensor) -> Tensor:

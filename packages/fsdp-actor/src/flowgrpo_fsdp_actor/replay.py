@@ -1,7 +1,8 @@
 """Replay: the stored transitions of a rollout through the policy again, many in one forward.
 
 A row of a forward is one candidate at one trained step. Candidates, steps and groups are joined: rows of
-groups whose texts differ in length are padded, with a mask that keeps the padding out of the attention.
+groups whose texts differ in length are padded, with a mask that keeps the padding out of the attention. Compiled
+blocks see texts of a few lengths only, the buckets.
 Called by: `update`. Next on the reading path: `update`.
 
 Shapes: as in `adapters.base`; R rows of a forward.
@@ -20,6 +21,9 @@ from torch import Tensor, nn
 from flowgrpo_fsdp_actor.adapters.base import GenerativeModelAdapter, PackedTrajectory, ReplayConditions
 from flowgrpo_fsdp_actor.distributed import all_reduced
 from flowgrpo_fsdp_actor.plan import GroupShape, MicroBatch, Transition, join_forwards
+
+TEXT_BUCKET = 64
+"""Where blocks are compiled, texts are padded to a multiple of this: a graph for each would be hundreds of them."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,15 @@ class Replay:
         advantages_GN: Tensor,
         sampling: SamplingConfig,
         device: torch.device,
+        *,
+        compiled: bool = False,
     ):
         self._adapter = adapter
         self._groups = groups
         self._advantages_GN = advantages_GN.float().cpu()
         self._sampling = sampling
         self._device = device
+        self._compiled = compiled
         self._embeds: dict[int, Tensor] = {}
 
     @property
@@ -113,6 +120,15 @@ class Replay:
             check_finite=False,
         )
 
+    def score(self, policy: nn.Module, batch: ReplayBatch) -> Tensor:
+        """`logp` bit for bit, without a gradient: anchors and parity.
+
+        Where gradients are off, compiled blocks are another graph with other roundings. So there they stay on, and
+        what the forward kept for a backward is let go.
+        """
+        with torch.set_grad_enabled(self._compiled):
+            return self.logp(policy, batch).detach()
+
     def engine_logp(self, rows: Sequence[Transition]) -> Tensor:
         """float32 [R] on the CPU: what the engine said of the same transitions."""
         return torch.stack([self._groups[row.group].engine_logp_NS[row.candidate, row.step] for row in rows])
@@ -122,12 +138,11 @@ class Replay:
         packed = self._groups[group]
         return packed.x_NSPC.shape[2] + packed.prompt_embeds_LE.shape[0]
 
-    @torch.no_grad()
     def parity(self, policy: nn.Module, micro_batches: Sequence[MicroBatch], join: int) -> dict[int, float]:
         """Largest |ratio - 1| over the ranks of replay against the engine's log-probs, by trained step index."""
         worst: dict[int, float] = {k: 0.0 for group in self._groups for k in group.step_indices}
         for rows in join_forwards(micro_batches, self.shapes, join):
-            apart = self.logp(policy, self.batch(rows)).double().cpu() - self.engine_logp(rows).double()
+            apart = self.score(policy, self.batch(rows)).double().cpu() - self.engine_logp(rows).double()
             for row, ratio_off in zip(rows, torch.expm1(apart).abs().tolist(), strict=True):
                 step = self._groups[row.group].step_indices[row.step]
                 worst[step] = max(worst[step], ratio_off)
@@ -137,16 +152,17 @@ class Replay:
     def _conditions(self, groups: Sequence[int]) -> ReplayConditions:
         first = self._groups[groups[0]]
         members = list(dict.fromkeys(groups))
-        if len(members) == 1:
-            embeds_RLE = self._group_embeds(members[0])[None].expand(len(groups), -1, -1)
-            return ReplayConditions(embeds_RLE, None, first.height, first.width)
         embeds = [self._group_embeds(group) for group in members]
         lengths = torch.tensor([e.shape[0] for e in embeds])
+        bucket = TEXT_BUCKET if self._compiled else 1
+        width = -(-int(lengths.max()) // bucket) * bucket
+        if len(members) == 1 and width == int(lengths[0]):
+            return ReplayConditions(embeds[0][None].expand(len(groups), -1, -1), None, first.height, first.width)
         row_of = torch.tensor([members.index(group) for group in groups])
-        padded_MLE = nn.utils.rnn.pad_sequence(embeds, batch_first=True)
+        padded_MLE = torch.stack([nn.functional.pad(e, (0, 0, 0, width - e.shape[0])) for e in embeds])
         mask_RL = None
-        if bool((lengths != lengths[0]).any()):
-            mask_RL = self._to_device(torch.arange(padded_MLE.shape[1]) < lengths[row_of, None])
+        if bool((lengths != width).any()):
+            mask_RL = self._to_device(torch.arange(width) < lengths[row_of, None])
         return ReplayConditions(padded_MLE[self._to_device(row_of)], mask_RL, first.height, first.width)
 
     def _group_embeds(self, group: int) -> Tensor:

@@ -1,14 +1,15 @@
-"""From a model on the meta device to trained shards: dtypes, LoRA, checkpointing, FSDP2, weights.
+"""From a model on the meta device to trained shards: dtypes, LoRA, FSDP2, weights, compilation.
 
 No rank ever holds a whole copy: the model is built without storage, sharded, and each rank then reads its own
 rows of each tensor from the files. Next on the reading path: `plan`.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from flowgrpo_rollout_sglang.wire.manifest import strip_transport_wrappers
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,12 +19,16 @@ from flowgrpo_fsdp_actor.adapters.base import GenerativeModelAdapter, TrainModel
 from flowgrpo_fsdp_actor.config import ActorConfig
 from flowgrpo_fsdp_actor.distributed import init_lone_process_group
 from flowgrpo_fsdp_actor.lora import check_trainable_boundary, initial_lora, inject_lora, is_lora
+from flowgrpo_fsdp_actor.recompute import RecomputableForward, make_recomputable, recompute_first
 
+MAX_GRAPHS = 64
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def build_policy(config: ActorConfig, adapter: GenerativeModelAdapter, rank: int, world_size: int) -> nn.Module:
-    """The policy that `config` describes, sharded over the ranks, its weights loaded. Collective.
+def build_policy(
+    config: ActorConfig, adapter: GenerativeModelAdapter, rank: int, world_size: int
+) -> tuple[nn.Module, list[RecomputableForward]]:
+    """The policy that `config` describes, sharded over the ranks, its weights loaded, and its blocks. Collective.
 
     Raises: ModelFolderError, TrainableBoundaryError.
     """
@@ -34,20 +39,24 @@ def build_policy(config: ActorConfig, adapter: GenerativeModelAdapter, rank: int
     _load_in_waves(config, model, rank, world_size)
     model.module.train()
     if config.replay_compile:
-        for block in model.blocks:
-            model.module.get_submodule(block).compile()
+        _compile(model)
+    blocks = make_recomputable(model.module, model.blocks)
+    if config.fsdp_activation_checkpointing:
+        recompute_first(blocks, len(blocks))
     for unit in units:
         unit.set_reshard_after_backward(True)
-    return model.module
+    return model.module, blocks
 
 
 def is_sharded(config: ActorConfig, world_size: int) -> bool:
-    """Whether FSDP2 holds the weights. One rank needs it only to keep masters in another dtype, or on the host."""
-    return world_size > 1 or config.master_dtype != config.fsdp_param_dtype or config.fsdp_cpu_offload
+    """Whether FSDP2 holds the model. One rank needs it only to keep a whole model's masters in another dtype, or on
+    the host: adapters are never sharded."""
+    lone = config.master_dtype != config.fsdp_param_dtype or config.fsdp_cpu_offload
+    return world_size > 1 or (lone and not config.is_lora)
 
 
 def _prepare(config: ActorConfig, adapter: GenerativeModelAdapter, model: TrainModel) -> None:
-    """Dtypes, adapters, the trainable boundary and activation checkpointing, all on meta."""
+    """Dtypes, adapters and the trainable boundary, all on meta."""
     module = model.module.to(DTYPES[config.fsdp_param_dtype])
     if config.is_lora:
         targets = config.lora_target_modules or adapter.lora_target_modules
@@ -58,36 +67,46 @@ def _prepare(config: ActorConfig, adapter: GenerativeModelAdapter, model: TrainM
         if parameter.requires_grad:
             parameter.data = parameter.data.to(DTYPES[config.master_dtype])
     check_trainable_boundary(module, config.fsdp_trainable_mode)
-    if config.fsdp_activation_checkpointing:
-        for name in model.blocks:
-            # No dropout anywhere, so no random state to save and restore around each block.
-            wrapped = checkpoint_wrapper(module.get_submodule(name), preserve_rng_state=False)
-            module.set_submodule(name, wrapped)
 
 
 def _shard(config: ActorConfig, model: TrainModel, world_size: int) -> list[FSDPModule]:
-    """`fully_shard` on every block and on the rest. Returns the units, none where nothing is sharded."""
+    """`fully_shard` on every block and on the rest. Returns the units, none where nothing is sharded.
+
+    Adapters are left out and whole on every rank, a few per cent of the model with their optimizer: gathering and
+    casting them anew for each block is a chain of many small kernels, for which the block has to wait.
+    """
     if not is_sharded(config, world_size):
         return []
     if world_size == 1:
         init_lone_process_group(config.device)
     module = model.module
-    compute = DTYPES[config.fsdp_param_dtype]
-    mixed = config.master_dtype != config.fsdp_param_dtype
-    # A frozen base that one rank holds whole needs no gathering: FSDP would copy it at every forward.
-    whole = world_size == 1 and config.is_lora
-    ignored = {p for p in module.parameters() if not p.requires_grad} if whole else set()
+    mixed = config.master_dtype != config.fsdp_param_dtype and not config.is_lora
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[config.fsdp_param_dtype] if mixed else None,
+        reduce_dtype=DTYPES[config.fsdp_reduce_dtype],
+        # What goes from block to block has its dtype already: float32 rotary tables are to stay float32.
+        cast_forward_inputs=False,
+    )
     options = {
         "mesh": init_device_mesh(config.device, (world_size,)),
         "reshard_after_forward": config.fsdp_reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=compute if mixed else None, reduce_dtype=DTYPES[config.fsdp_reduce_dtype]
-        ),
         "offload_policy": CPUOffloadPolicy() if config.fsdp_cpu_offload else OffloadPolicy(),
-        "ignored_params": ignored,
+        "ignored_params": {p for name, p in module.named_parameters() if is_lora(name)},
     }
-    units = [fully_shard(module.get_submodule(name), **options) for name in model.blocks]
-    return [*units, fully_shard(module, **options)]
+    units = [fully_shard(module.get_submodule(name), mp_policy=policy, **options) for name in model.blocks]
+    return [*units, fully_shard(module, mp_policy=replace(policy, cast_forward_inputs=True), **options)]
+
+
+def _compile(model: TrainModel) -> None:
+    """torch.compile of the repeated blocks' own forward, one graph for each shape and all blocks alike.
+
+    FSDP's hooks stay outside. A block that cannot be one graph is an error, as is a run with more shapes than
+    replay's length buckets can make: both would otherwise fall back to slow code without a word.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
+    for name in model.blocks:
+        block = model.module.get_submodule(name)
+        block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
 
 
 @torch.no_grad()

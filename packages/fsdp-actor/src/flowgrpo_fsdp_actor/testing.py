@@ -4,8 +4,11 @@ The folder has what the actor reads (transformer, VAE and scheduler settings), n
 """
 
 import json
+import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from flowgrpo_math.transition import transition, transition_logp, transition_mean, transition_sample
@@ -14,7 +17,9 @@ from flowgrpo_rollout_sglang.noise import candidate_noise, initial_latent
 from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
 from torch import Tensor, nn
 
-from flowgrpo_fsdp_actor.adapters.base import GenerativeModelAdapter, ReplayConditions
+from flowgrpo_fsdp_actor.adapters.base import GenerativeModelAdapter, ReplayConditions, TrainModel
+from flowgrpo_fsdp_actor.adapters.qwen_image import QwenImageAdapter
+from flowgrpo_fsdp_actor.config import ActorConfig
 
 TEXT_WIDTH = 64
 SAMPLING = SamplingConfig(height=24, width=16, num_inference_steps=5, sde_indices=(1, 2, 3), num_sde_steps=3)
@@ -120,3 +125,84 @@ def draw_rollout(
         )
         for index, tokens in enumerate(text_tokens)
     ]
+
+
+class RandomQwenImage(QwenImageAdapter):
+    """Qwen-Image with random weights drawn where the actor trains: no file, so that a full-size one is quick.
+
+    `model_path` needs only the JSON files that `random_qwen_image` writes. The weights depend on their names alone:
+    every rank holds its part of the same model.
+    """
+
+    def load_train_model(self, config: ActorConfig) -> TrainModel:
+        model = super().load_train_model(config)
+        shapes = {name: p.shape for name, p in model.module.named_parameters()}
+
+        def draw(name: str, start: int, end: int) -> Tensor:
+            generator = torch.Generator(config.device).manual_seed(zlib.crc32(name.encode()))
+            # As large as a trained model's weights are; norms scale by about 1.
+            values = torch.randn(shapes[name], generator=generator, device=config.device).mul_(0.02)
+            return (values + 1.0 if "norm_" in name or "txt_norm" in name else values)[start:end]
+
+        return replace(model, read_weight=draw)
+
+
+def random_qwen_image(folder: Path, **settings: Any) -> Path:
+    """Writes the settings of a Qwen-Image to `folder`, full size but for `settings`, without weights."""
+    transformer = {"_class_name": "QwenImageTransformer2DModel", **settings}
+    scheduler = {
+        "base_image_seq_len": 256,
+        "max_image_seq_len": 8192,
+        "base_shift": 0.5,
+        "max_shift": 0.9,
+        "shift_terminal": 0.02,
+        "use_dynamic_shifting": True,
+    }
+    vae = {"_class_name": "AutoencoderKLQwenImage", "z_dim": 16, "temperal_downsample": [False, True, True]}
+    files = {
+        "transformer/config.json": transformer,
+        "scheduler/scheduler_config.json": scheduler,
+        "vae/config.json": vae,
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def noise_rollout(
+    adapter: GenerativeModelAdapter,
+    *,
+    group_size: int,
+    text_tokens: Sequence[int],
+    text_width: int,
+    sampling: SamplingConfig,
+) -> list[GroupTrajectory]:
+    """Trajectories that no model drew, in the shapes and sizes of real ones: for work that is only timed."""
+    rollout = []
+    for index, tokens in enumerate(text_tokens):
+        request = adapter.build_rollout_request(
+            prompt=f"prompt {index}",
+            group_index=index,
+            group_size=group_size,
+            sampling=sampling,
+            rollout_id=0,
+            generation_seed=1234,
+        )
+        Z, rows, columns = request.sampling.init_noise_latent_shape
+        generator = torch.Generator().manual_seed(index)
+        latents = (group_size, len(request.state_indices), rows * columns // 4, Z * 4)
+        rollout.append(
+            GroupTrajectory(
+                request=request,
+                height=sampling.height,
+                width=sampling.width,
+                sigmas=torch.tensor(request.sigmas, dtype=torch.float32),
+                latents_NUPC=torch.randn(latents, generator=generator),
+                log_probs_NS=torch.zeros(group_size, len(request.sde_indices)),
+                prompt_embeds_LE=torch.randn(tokens, text_width, generator=generator),
+                images_NHWC=None,
+                policy_version=0,
+            )
+        )
+    return rollout

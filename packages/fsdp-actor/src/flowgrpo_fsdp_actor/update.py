@@ -25,10 +25,18 @@ from flowgrpo_fsdp_actor.config import ActorConfig
 from flowgrpo_fsdp_actor.distributed import all_reduced
 from flowgrpo_fsdp_actor.errors import MicroBatchCountMismatch, ReplayMismatch
 from flowgrpo_fsdp_actor.metrics import ReplayStatistics
-from flowgrpo_fsdp_actor.optimizer import fingerprint, gradient_norm, lr_at_step, scale_gradients
+from flowgrpo_fsdp_actor.optimizer import (
+    average_whole_gradients,
+    fingerprint,
+    gradient_norm,
+    lr_at_step,
+    scale_gradients,
+)
 from flowgrpo_fsdp_actor.out_of_memory import OPTIMIZER, REPLAY, memory_phase
 from flowgrpo_fsdp_actor.plan import MicroBatch, Transition, join_forwards
+from flowgrpo_fsdp_actor.recompute import RecomputableForward
 from flowgrpo_fsdp_actor.replay import Replay
+from flowgrpo_fsdp_actor.sharding import DTYPES
 
 log = logging.getLogger(__name__)
 DEGENERATE_VARIANCE = 1e-6
@@ -42,6 +50,7 @@ class Policy:
     module: nn.Module
     trainable: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
+    blocks: list[RecomputableForward]
     lr_scheduler_steps: int = 0
 
 
@@ -80,7 +89,6 @@ def _check_counts(micro_batches: int, forwards: int) -> None:
         raise MicroBatchCountMismatch(dist.get_rank(), mine, (bounds[0], bounds[1]))
 
 
-@torch.no_grad()
 def _freeze_anchors(
     policy: Policy, replay: Replay, updates: Sequence[Forwards], config: ActorConfig, label: str
 ) -> list[list[Tensor] | None]:
@@ -91,7 +99,7 @@ def _freeze_anchors(
         if index == 0 and not explicit_first:
             anchors.append(None)
             continue
-        anchors.append([replay.logp(policy.module, replay.batch(rows)) for rows in forwards])
+        anchors.append([replay.score(policy.module, replay.batch(rows)) for rows in forwards])
     if explicit_first:
         _print_parity(replay, updates, anchors, label)
     return anchors
@@ -107,18 +115,15 @@ def accumulate_gradients(
 ) -> list[Tensor]:
     """Leaves in `.grad` the gradient of the update's mean loss over all its (sample, step) pairs and ranks.
 
-    Returns the ratios of each forward. With LoRA the small gradients are reduced over ranks in the last
-    backward only; those of a full model are too large to keep unreduced.
+    Returns the ratios of each forward.
     """
     rows_of_update = sum(map(len, forwards))
     sharded = policy.module if isinstance(policy.module, FSDPModule) else None
     ratios = []
     for index, rows in enumerate(forwards):
         batch = replay.batch(rows)
-        last = index == len(forwards) - 1
         if sharded is not None:
-            sharded.set_requires_gradient_sync(last or not config.is_lora)
-            sharded.set_is_last_backward(last)
+            sharded.set_is_last_backward(index == len(forwards) - 1)
         logp_R = replay.logp(policy.module, batch)
         anchor_R = logp_R.detach() if anchors is None else anchors[index]
         loss = grpo_clip_loss(
@@ -132,6 +137,7 @@ def accumulate_gradients(
         (loss.loss * (len(rows) / rows_of_update)).backward()
         statistics.add(loss)
         ratios.append(loss.ratio_BS)
+    average_whole_gradients(policy.trainable, DTYPES[config.fsdp_reduce_dtype])
     return ratios
 
 

@@ -75,6 +75,8 @@ class QwenImageAdapter:
         """`QwenImageTransformer2DModel` from the folder's `transformer`, on meta, with its weight files."""
         from diffusers import QwenImageTransformer2DModel
 
+        from flowgrpo_fsdp_actor.adapters.qwen_image_blocks import prepare_for_compile
+
         folder = self._folder / config.fsdp_trainable_attr
         settings = self._read_json(f"{config.fsdp_trainable_attr}/config.json")
         if (found := settings.get("_class_name")) != "QwenImageTransformer2DModel":
@@ -84,6 +86,8 @@ class QwenImageAdapter:
         # The rotary tables are plain attributes, so no weight file fills them: make them again, for real.
         rope = module.pos_embed
         module.pos_embed = type(rope)(theta=rope.theta, axes_dim=rope.axes_dim, scale_rope=rope.scale_rope)
+        if config.replay_compile:
+            prepare_for_compile(module)
         blocks = [f"transformer_blocks.{i}" for i in range(len(module.transformer_blocks))]
         return TrainModel(module=module, blocks=blocks, read_weight=SafetensorsFolder(folder).read)
 
