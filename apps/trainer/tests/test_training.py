@@ -119,6 +119,43 @@ def test_two_ranks_with_an_engine_each_train_and_publish_full_weights(tmp_path):
     assert math.isfinite(metrics["train/grad_norm"])
 
 
+SGLANG = ["--rollout-engine-class-path", "flowgrpo_rollout_sglang.engine.SGLangNativeGenerationEngine"]
+KILLS_SERVER = """
+import psutil
+from flowgrpo_trainer.rollout import convert_samples_to_train_data
+
+
+def convert(groups, advantages_GN, rollout_id):
+    \"\"\"As the default; between the first rollout and its update the engine's server is killed.\"\"\"
+    if rollout_id == 0:
+        (server,) = [
+            child
+            for worker in psutil.process_iter()
+            if "ray::RolloutWorker" in " ".join(worker.cmdline())
+            for child in worker.children()
+            if "flowgrpo_rollout_sglang.server.launch" in child.cmdline()
+        ]
+        server.kill()
+    return convert_samples_to_train_data(groups, advantages_GN, rollout_id)
+"""
+
+
+def test_the_sglang_engine_trains_as_the_in_process_one_and_a_killed_server_is_replaced(
+    first_run, tmp_path, monkeypatch
+):
+    """The real server asleep while the actor trains, dead when it is to take the weights: a fresh one takes them."""
+    (tmp_path / "kills_server.py").write_text(KILLS_SERVER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [*SGLANG, "--offload-rollout", "--offload-train", "--use-fault-tolerance"]
+    words += ["--custom-convert-samples-to-train-data-path", "kills_server.convert"]
+    served, in_process = curves(short_run(tmp_path / "sglang", *words)), curves(first_run)
+    assert [row["train/weight_sync_failures"] for row in served] == [1.0, 1.0]
+    assert [row["train/policy_version"] for row in served] == [1.0, 2.0]
+    for ours, theirs in zip(served, in_process, strict=True):
+        for name in ("reward/match_mean", "train/loss", "train/grad_norm", "train/ratio_max"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+
+
 def test_a_nan_reward_ends_the_run_by_name_and_loses_nothing(tmp_path, monkeypatch):
     scorer = tmp_path / "nan_scorer.py"
     scorer.write_text(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from flowgrpo_rollout_sglang.engine import EngineLostError
 from flowgrpo_rollout_sglang.wire import SyncReport, WeightSyncError
 
 from flowgrpo_trainer.fleet import Fleet
@@ -31,12 +32,13 @@ class Publisher:
 
         Called by: `loop.train`, in the actor's turn, after its update.
         Leaves:    all engines at `version`; or, after an error, all at the old version, or refusing to serve.
-        Raises:    WeightSyncError naming engine, version and tensors, after the actor took its version back; with
-                   `--use-fault-tolerance` only if fresh engines cannot be given the weights either.
+        Raises:    WeightSyncError naming engine, version and tensors, after the actor took its version back, or
+                   EngineLostError for an engine that died before; with `--use-fault-tolerance` only if fresh
+                   engines cannot be given the weights either.
         """
         try:
             reports = self._transaction(fleet, version, must_change)
-        except (WeightSyncError, ray.exceptions.RayActorError) as error:
+        except (WeightSyncError, EngineLostError, ray.exceptions.RayActorError) as error:
             self.failures += 1
             if not self.fault_tolerance or (isinstance(error, WeightSyncError) and error.reason == "unchanged"):
                 raise

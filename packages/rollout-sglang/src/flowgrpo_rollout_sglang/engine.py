@@ -28,6 +28,10 @@ class EngineOutOfMemory(EngineError):  # noqa: N818  (it says what happened)
         self.phase, self.asked, self.free, self.lower, self.error = phase, asked, free, lower, error
 
 
+class EngineLostError(EngineError):
+    """The engine's own process is gone, or does not answer any more: only a fresh engine helps."""
+
+
 class RolloutEngine(Protocol):
     """One engine: it owns a copy of the policy, draws images with it, and takes new weights as transactions.
 

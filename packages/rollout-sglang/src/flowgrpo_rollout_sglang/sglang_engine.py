@@ -17,7 +17,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from flowgrpo_rollout_sglang.config import EngineConfig, SamplingConfig
-from flowgrpo_rollout_sglang.engine import EngineError
+from flowgrpo_rollout_sglang.engine import EngineError, EngineLostError
 from flowgrpo_rollout_sglang.patch import copy as patched_copy
 from flowgrpo_rollout_sglang.patch.insertions import PatchError
 from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
@@ -232,7 +232,8 @@ class SGLangNativeGenerationEngine:
             answer = server.client.request(method, path, **request)
         except httpx.TransportError as error:
             how = server.ended() or f"the connection broke ({type(error).__name__})"
-            raise server.error(f"{how} during {path}", "restart the engine, then send the weights again") from error
+            hint = "start a fresh engine, then send it the weights"
+            raise server.error(f"{how} during {path}", hint, EngineLostError) from error
         if answer.status_code == 200:
             return answer
         try:

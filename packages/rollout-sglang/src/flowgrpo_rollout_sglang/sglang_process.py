@@ -100,10 +100,10 @@ class ServerProcess:
             return None
         return f"the server was killed by signal {-code}" if code < 0 else f"the server exited with code {code}"
 
-    def error(self, what: str, hint: str = "") -> EngineError:
-        """An EngineError that ends with the last lines of the log."""
+    def error(self, what: str, hint: str = "", kind: type[EngineError] = EngineError) -> EngineError:
+        """An error of `kind` that ends with the last lines of the log."""
         tail = "\n".join(f"  | {line}" for line in log_tail(self.log))
-        return EngineError(self.name, f"{what}\n  end of {self.log}:\n{tail}", hint)
+        return kind(self.name, f"{what}\n  end of {self.log}:\n{tail}", hint)
 
     def _launch(self, port: int) -> None:
         self._folder = tempfile.mkdtemp(prefix="flowgrpo-sglang-")  # mode 0700: its socket takes pickles
