@@ -4,10 +4,12 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import signal
 import socket
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -259,19 +261,30 @@ def test_rotation_leaves_room_for_the_next_and_never_takes_the_last(make_actor, 
     assert not tree.iteration(9).exists()
 
 
-def test_a_write_that_fails_commits_nothing_and_keeps_the_one_before(make_actor, model_folder, tmp_path, monkeypatch):
+def test_a_write_that_the_disk_refuses_commits_nothing_names_the_file_and_gives_its_bytes_back(
+    make_actor, model_folder, tmp_path
+):
     actor = make_actor(**LORA)
     tree = save(actor, model_folder, tmp_path, n=0)
-
-    def full_disk(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(CheckpointError):
+    with largest_file(20_000), pytest.raises(CheckpointError) as error:
         save(actor, model_folder, tmp_path, n=1)
+    assert "fsdp/rank00000-00000.safetensors" in error.value.why
     assert tree.committed() == [0]
     assert tree.newest() == 0
     assert not tree.iteration(1).exists()  # its bytes would keep the disk full
+    save(actor, model_folder, tmp_path, n=2)
+    assert tree.newest() == 2
+
+
+@contextmanager
+def largest_file(nbytes):
+    """No file may grow beyond `nbytes`: a real refusal in the middle of a write, as of a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(

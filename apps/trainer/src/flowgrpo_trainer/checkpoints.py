@@ -43,7 +43,7 @@ class Resume:
         """
         if settings.checkpoint.load is None:
             return None
-        tree = CheckpointTree(Path(settings.checkpoint.load), settings.model.generation_task or "")
+        tree = CheckpointTree(Path(settings.checkpoint.load).absolute(), settings.model.generation_task or "")
         iteration = tree.newest()
         documents = read_documents(tree.iteration(iteration))
         assert_resumable(documents["adapter_contract.json"], contract, str(tree.iteration(iteration)))
@@ -96,6 +96,14 @@ class Checkpoints:
     def metrics(self) -> dict[str, float]:
         return {"train/checkpoint_failures": float(self.failures)}
 
+    def outcome(self) -> str:
+        """What the end of the run must say: a failure after the last rollout stands in no line of the metrics."""
+        if not self.failures:
+            return ""
+        committed = self.tree.committed()
+        newest = f"the newest is {self.tree.iteration(committed[-1])}" if committed else "none was committed"
+        return f"warning: {self.failures} checkpoint{'s' * (self.failures > 1)} could not be written; {newest}"
+
     def save_if_due(self, fleet: Fleet, rollout_id: int, version: int) -> None:
         """Saves after every `interval` rollouts and after the last.
 
@@ -125,6 +133,9 @@ class NoCheckpoints:
     def metrics(self) -> dict[str, float]:
         return {"train/checkpoint_failures": 0.0}
 
+    def outcome(self) -> str:
+        return ""
+
     def save_if_due(self, fleet: Fleet, rollout_id: int, version: int) -> None:
         """Nothing is due."""
 
@@ -145,7 +156,7 @@ def checkpoints_of(
         return NoCheckpoints()
     task = settings.model.generation_task or ""
     return Checkpoints(
-        tree=CheckpointTree(Path(checkpoint.save), task),
+        tree=CheckpointTree(Path(checkpoint.save).absolute(), task),
         contract=contract,
         constant={
             "task": task,

@@ -3,6 +3,7 @@
 Called by: `main`. The work is `flowgrpo_fsdp_actor.export`'s; here are the flags, and the proof by a forward pass.
 """
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +49,17 @@ def export(words: Sequence[str]) -> int:
     checkpoint = Checkpoint.open(settings.save_dir, settings.task, settings.iteration)
     if settings.verify and settings.base_model_path is None:
         raise ExportError(str(checkpoint.folder), "--verify compares with the base model", "add --base-model-path")
-    if settings.form == "merged":
-        export_merged(checkpoint, settings.base_model_path, output)
-    else:
-        export_adapter(checkpoint, output, base=str(settings.base_model_path or ""))
+    try:
+        if settings.form == "merged":
+            export_merged(checkpoint, settings.base_model_path, output)
+        else:
+            export_adapter(checkpoint, output, base=str(settings.base_model_path or ""))
+    except BaseException as error:
+        shutil.rmtree(output, ignore_errors=True)  # half an export looks like a whole one
+        if isinstance(error, OSError):
+            why = f"cannot be written: {error.strerror} ({error.filename})"
+            raise ExportError(str(output), why, "make room, or name another folder") from error
+        raise
     print(f"exported {checkpoint.folder} to {output}")
     if settings.verify:
         assert settings.base_model_path is not None

@@ -275,8 +275,9 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
             while written < len(line):
                 written += file.write(line[written:]) or 0
             os.fsync(file.fileno())
-        except BaseException:
+        except BaseException as error:
             file.truncate(end)
+            _say_where(error, path)
             raise
     if not existed:
         fsync_folder(path.parent)
@@ -329,6 +330,12 @@ def _intact_size(file: Any) -> int:
     except ValueError:
         end = before
     return start + end
+
+
+def _say_where(error: BaseException, path: Path) -> None:
+    """A write on a full disk raises an OSError that names no file."""
+    if isinstance(error, OSError) and error.filename is None:
+        error.filename = str(path)
 
 
 def _eval_step(path: Path) -> int:

@@ -5,6 +5,7 @@ Called by: `main.run`, after preflight. Next on the reading path: `loop`.
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from flowgrpo_dataprep.source import PromptSource
@@ -81,12 +82,16 @@ def train_session(settings: Settings, recipe: str, warnings: Sequence[str]) -> i
                     run.next_rollout = resume.next_rollout
                     progress.note(f"resumed from {resume.tree.iteration(resume.iteration)}")
                 train(run, fleet)
+                if said := run.checkpoints.outcome():
+                    progress.note(said)
         folder.mark_ended("finished")
     except KeyboardInterrupt:
-        folder.mark_ended("interrupted", "stopped by Ctrl-C")
+        with suppress(OSError):
+            folder.mark_ended("interrupted", "stopped by Ctrl-C")
         raise
     except BaseException as error:
-        folder.mark_ended("failed", in_words(error))
+        with suppress(OSError):  # of a full disk, too, the first error is the one to be read
+            folder.mark_ended("failed", in_words(error))
         raise
     finally:
         tracker.close()

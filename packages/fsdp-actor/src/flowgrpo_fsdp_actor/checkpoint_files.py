@@ -68,7 +68,9 @@ class CheckpointTree:
         committed = self.committed()
         if not committed:
             raise CheckpointError(
-                str(self.folder), "holds no committed checkpoint", "leave --load out to start at rollout 0"
+                str(self.folder),
+                "holds no committed checkpoint",
+                "name another folder; to start afresh, leave --load out",
             )
         latest = self.folder / LATEST
         said = latest.read_text().strip() if latest.is_file() else ""

@@ -199,14 +199,18 @@ def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def _write_file(path: Path, pieces: Sequence[Piece]) -> None:
-    with open(path, "wb") as file:
-        header = _header(pieces)
-        file.write(len(header).to_bytes(8, "little"))
-        file.write(header)
-        for piece in pieces:
-            file.write(piece.local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(path, "wb") as file:
+            header = _header(pieces)
+            file.write(len(header).to_bytes(8, "little"))
+            file.write(header)
+            for piece in pieces:
+                file.write(piece.local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)  # a write on a full disk does not say where
+        raise
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:

@@ -20,8 +20,10 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
         finally:
             os.close(descriptor)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a write on a full disk does not say where
         raise
     fsync_folder(path.parent)
 

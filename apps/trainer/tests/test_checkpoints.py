@@ -1,0 +1,141 @@
+"""What the commands say of checkpoints: resumes and exports refused in words, exports that prove themselves."""
+
+import resource
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from flowgrpo_fsdp_actor import FsdpActor
+from flowgrpo_fsdp_actor.adapters.qwen_image import QwenImageAdapter
+from flowgrpo_fsdp_actor.checkpoint_files import save_checkpoint
+from flowgrpo_fsdp_actor.distributed import init_lone_process_group
+from flowgrpo_fsdp_actor.errors import NotResumable
+from flowgrpo_trainer.checkpoints import Resume, checkpoints_of, contract_of
+from flowgrpo_trainer.cli import parse
+from flowgrpo_trainer.main import main
+from flowgrpo_trainer.wiring import actor_config
+
+RUN = ["--recipe", "quickstart", "--quiet"]
+
+
+def settings_of(*words):
+    settings, _ = parse([*RUN, *map(str, words)], {})
+    return settings
+
+
+def contract(settings):
+    return contract_of(settings, QwenImageAdapter(Path(settings.model.model_path)).lora_target_modules)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The --save folder of a quickstart run whose adapter has moved."""
+    folder = tmp_path_factory.mktemp("save")
+    settings = settings_of("--save", folder)
+    init_lone_process_group("cpu")
+    actor = FsdpActor(actor_config(settings, device="cpu"), 0, 1)
+    for seed, tensor in enumerate(actor.checkpoint_state()["model"].values()):
+        tensor.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
+    run = checkpoints_of(settings, contract(settings), "prompts", lambda: "")
+    state = run.constant | {"rollout_id": 4, "policy_version": 5, "lr_scheduler_steps": 10}
+    documents = {"trainer_state.json": state, "weight_sync_manifest.json": {}, "adapter_contract.json": run.contract}
+    save_checkpoint(actor, run.tree, 4, documents)
+    yield folder
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def another_base(tmp_path):
+    """The quickstart's model with one bit of one weight changed."""
+    base = shutil.copytree(settings_of().model.model_path, tmp_path / "base")
+    weights = next((base / "transformer").glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    return base
+
+
+def run_command(*words):
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return ended.value.code
+
+
+def export(saved, output, *words):
+    base = settings_of().model.model_path
+    return run_command("export", "--save-dir", saved, "--output-dir", output, "--base-model-path", base, *words)
+
+
+@contextmanager
+def largest_file(nbytes):
+    """No file may grow beyond `nbytes`: a real refusal in the middle of a write, as of a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_the_same_settings_resume_after_the_saved_rollout(saved):
+    settings = settings_of("--load", saved)
+    resume = Resume.find(settings, contract(settings))
+    assert resume.next_rollout == 5
+    assert resume.changes(settings, "prompts") == []
+    assert len(resume.changes(settings_of("--load", saved, "--rollout-seed", "7"), "other prompts")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--lora-rank", "8"], {"lora_rank"}),
+        (["--lora-alpha", "3"], {"lora_alpha"}),
+        (["--lora-target-modules", "attn.to_q"], {"lora_target_modules"}),
+        (["--model-revision", "v2"], {"base_model_hash"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_resume_with_other_settings_is_refused_naming_them(saved, words, named):
+    settings = settings_of("--load", saved, *words)
+    with pytest.raises(NotResumable) as error:
+        Resume.find(settings, contract(settings))
+    assert error.value.differing.keys() == named
+
+
+def test_a_resume_on_another_base_model_is_refused(saved, another_base):
+    settings = settings_of("--load", saved, "--model-path", another_base)
+    with pytest.raises(NotResumable) as error:
+        Resume.find(settings, contract(settings))
+    assert error.value.differing.keys() == {"base_model_hash"}
+
+
+def test_a_cut_shard_is_named_before_anything_starts(saved, tmp_path, capsys):
+    copy = shutil.copytree(saved, tmp_path / "save")
+    shard = next(copy.rglob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert run_command(*RUN, "--load", copy, "--run-dir", tmp_path / "run") == 1
+    assert str(shard) in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("form", ["merged", "adapter"])
+def test_an_export_is_proven_by_a_forward_pass(saved, tmp_path, capsys, form):
+    assert export(saved, tmp_path / "out", "--form", form, "--verify") == 0
+    assert "verified by a forward pass" in capsys.readouterr().out
+
+
+def test_an_export_that_the_disk_refuses_leaves_no_half_of_it(saved, tmp_path, capsys):
+    with largest_file(20_000):
+        assert export(saved, tmp_path / "out", "--form", "merged") == 1
+    assert str(tmp_path / "out" / "transformer") in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_over_another_base_model_is_refused(saved, another_base, tmp_path, capsys):
+    words = ["--form", "merged", "--save-dir", saved, "--output-dir", tmp_path / "out"]
+    assert run_command("export", *words, "--base-model-path", another_base) == 1
+    assert str(another_base) in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
