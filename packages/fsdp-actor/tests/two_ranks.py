@@ -1,18 +1,23 @@
 """What each spawned rank of `test_two_ranks` runs: every case in turn, so that torch is imported once."""
 
+import errno
 import pickle
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from flowgrpo_fsdp_actor import ActorConfig, FsdpActor, gather, init_process_group
+from flowgrpo_fsdp_actor import ActorConfig, FsdpActor, checkpoint_files, gather, init_process_group, sharding
+from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree, save_checkpoint
 from flowgrpo_fsdp_actor.metrics import ReplayStatistics
 from flowgrpo_fsdp_actor.plan import join_forwards
 from flowgrpo_fsdp_actor.update import accumulate_gradients
 from flowgrpo_rollout_sglang.wire.manifest import strip_transport_wrappers
 from torch.distributed.tensor import DTensor
+
+from .saver import documents
 
 
 @dataclass(frozen=True)
@@ -84,37 +89,96 @@ def rank_main(
         out.write_bytes(pickle.dumps(outcomes))
 
 
-def failing_rank_main(rank: int, port: int, phase: str, job: tuple[Case, ActorConfig, list[Path]], out: Path) -> None:
-    """Two ranks of which rank 1 fails in `phase`; each leaves the error that it saw, and how long it took."""
+PHASES = ("loading", "parity", "preparing", "forward", "backward", "optimizer", "publishing", "sleep", "wake")
+"""In the order of a run, and of `_turn`."""
+
+
+def failing_rank_main(rank: int, ports: list[int], job: tuple[Case, ActorConfig, list[Path]], out: Path) -> None:
+    """Two ranks of which rank 1 fails in each phase in turn; leaves {phase: (error that it saw, seconds)}."""
     torch.set_num_threads(1)
-    init_process_group(rank, 2, "127.0.0.1", port, "cpu")
-    case, config, sidecars = job
     gather.CHUNK_BYTES = 2**16  # many gathers, also of a tiny model
-    actor = FsdpActor(config, rank, 2)
-    advantages = advantages_of(case, len(sidecars))
-    if rank == 1:
-        break_phase(actor, phase)
-    started = time.perf_counter()
+    seen = {phase: _fail_in(phase, rank, port, job) for phase, port in zip(PHASES, ports, strict=True)}
+    out.with_suffix(f".{rank}").write_bytes(pickle.dumps(seen))
+
+
+def _fail_in(
+    phase: str, rank: int, port: int, job: tuple[Case, ActorConfig, list[Path]]
+) -> tuple[Exception | None, float]:
+    case, config, sidecars = job
+    if config.device == "cuda":
+        torch.cuda.set_device(rank)
+    init_process_group(rank, 2, "127.0.0.1", port, config.device)
+    fill, started = sharding._fill, time.perf_counter()
     try:
-        actor.update(0, sidecars[:-1] if rank == 1 and phase == "preparing" else sidecars, advantages)
-        if phase == "publishing":
-            list(actor.wire_tensors())
+        if rank == 1 and phase == "loading":
+            sharding._fill = _failing(phase)
+        actor = FsdpActor(config, rank, 2)
+        if rank == 1:
+            break_phase(actor, phase)
+        _turn(actor, case, sidecars, fewer=rank == 1 and phase == "preparing")
     except Exception as error:
-        out.with_suffix(f".{rank}").write_bytes(pickle.dumps((error, time.perf_counter() - started)))
+        return error, time.perf_counter() - started
+    finally:
+        sharding._fill = fill
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return None, time.perf_counter() - started
 
 
-def break_phase(actor: FsdpActor, phase: str) -> None:
-    """Makes `actor` raise a MemoryError in its first forward, backward, optimizer step or gather."""
+def _turn(actor: FsdpActor, case: Case, sidecars: list[Path], *, fewer: bool) -> None:
+    """What a run asks of its ranks, in order, and the next update."""
+    advantages = advantages_of(case, len(sidecars))
+    actor.replay_parity(sidecars)
+    actor.update(0, sidecars[:-1] if fewer else sidecars, advantages)
+    list(actor.wire_tensors())
+    actor.sleep()
+    actor.wake()
+    actor.update(1, sidecars, advantages)
 
+
+def _failing(phase: str) -> Callable[..., None]:
     def fail(*_: object, **__: object) -> None:
         raise MemoryError(f"a test's fault in {phase}")
 
-    module = actor._policy.module
-    if phase == "forward":
-        module.get_submodule("transformer_blocks.1").register_forward_hook(fail)
+    return fail
+
+
+def break_phase(actor: FsdpActor, phase: str) -> None:
+    """Makes `actor` raise a MemoryError in `phase`."""
+    fail = _failing(phase)
+    block = actor._policy.module.get_submodule("transformer_blocks.1")
+    if phase == "parity":
+        actor._adapter.replay_transition = fail
+    elif phase == "forward":  # of the update: the parity check runs without gradients
+        block.register_forward_hook(lambda *_: fail() if torch.is_grad_enabled() else None)
     elif phase == "backward":
-        module.get_submodule("transformer_blocks.1").register_full_backward_pre_hook(fail)
+        block.register_full_backward_pre_hook(fail)
     elif phase == "optimizer":
         actor._policy.optimizer.register_step_pre_hook(fail)
     elif phase == "publishing":
         actor._publisher._wire_name = fail  # asked for the first tensor, with most gathers still to come
+    elif phase in ("sleep", "wake"):
+        setattr(actor._memory, phase, fail)
+
+
+def full_disk_main(rank: int, port: int, job: tuple[Case, ActorConfig, list[Path]], folder: Path) -> None:
+    """Rank 1's disk is full in a save; then both train on, and save again. Leaves the errors that a rank saw."""
+    torch.set_num_threads(1)
+    init_process_group(rank, 2, "127.0.0.1", port, "cpu")
+    case, config, sidecars = job
+    actor, tree, errors = FsdpActor(config, rank, 2), CheckpointTree(folder / "saved", "t2i"), []
+    write = checkpoint_files.write_shards
+    for n in range(2):
+        actor.update(n, sidecars, advantages_of(case, len(sidecars)))
+        if rank == 1 and n == 0:
+            checkpoint_files.write_shards = _no_space
+        try:
+            save_checkpoint(actor, tree, n, documents(actor, Path(config.model_path), n))
+        except Exception as error:
+            errors.append(error)
+        checkpoint_files.write_shards = write
+    (folder / f"errors.{rank}").write_bytes(pickle.dumps(errors))
+
+
+def _no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

@@ -2,12 +2,10 @@
 
 A rank that raises in the middle of a collective would leave the others waiting for it. So every collective
 method of the actor runs inside `fail_together`: the first error is written to the group's store, the group is
-torn down, and the other ranks, whose collective breaks, raise `RankFailed` with the first error's words.
+torn down, and the other ranks, whose collective breaks (`peers`), raise `RankFailed` with the first error's words.
 """
 
 import os
-import pickle
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,8 +15,10 @@ import torch.distributed as dist
 
 from flowgrpo_fsdp_actor.errors import RankFailed
 from flowgrpo_fsdp_actor.out_of_memory import named
+from flowgrpo_fsdp_actor.peers import Peers
 
-FAILURE_KEY = "flowgrpo/first_failure"
+_peers: Peers | None = None
+"""The other ranks of the group that this process joined last."""
 
 
 def init_process_group(
@@ -45,8 +45,10 @@ def init_process_group(
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
     )
-    if device == "cuda" and world_size > 1:
-        _watch_for_failures(rank, store.clone())
+    global _peers
+    if _peers is not None:
+        _peers.close()
+    _peers = Peers(rank, world_size, store) if world_size > 1 else None
 
 
 def init_lone_process_group(device: str) -> None:
@@ -67,54 +69,12 @@ def fail_together(phase: str) -> Iterator[None]:
         yield
     except BaseException as error:
         said = named(error, phase)
-        first = _first_failure(phase, said)
+        first = _peers.report(phase, said) if _peers is not None and _peers.concerned else None
         if first is not None:
             raise RankFailed(*first) from error
         if said is error:
             raise
         raise said from error
-
-
-def _first_failure(phase: str, error: BaseException) -> tuple[int, str, str] | None:
-    """Reports `error` as the first failure and tears the group down; None if it was the first."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    mine = (dist.get_rank(), phase, f"{type(error).__name__}: {error}")
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        first = pickle.loads(store.compare_set(FAILURE_KEY, b"", pickle.dumps(mine)))
-    except (RuntimeError, pickle.UnpicklingError):
-        first = mine  # the store went with rank 0: this rank's own error is all there is to say
-    if first == mine:
-        _abort()
-        return None
-    return first
-
-
-def _abort() -> None:
-    try:
-        dist.distributed_c10d._abort_process_group()
-    except (RuntimeError, AssertionError, ValueError):
-        # Already torn down by the watcher, or broken: the connections end with the process.
-        return
-
-
-def _watch_for_failures(rank: int, store: dist.Store) -> None:
-    """NCCL's peers do not notice an aborted rank: this thread waits for the report and aborts this one too."""
-
-    def watch() -> None:
-        while True:
-            try:
-                store.wait([FAILURE_KEY], timedelta(minutes=10))
-            except RuntimeError:
-                if not dist.is_initialized():
-                    return
-                continue
-            if pickle.loads(store.get(FAILURE_KEY))[0] != rank:
-                _abort()
-            return
-
-    threading.Thread(target=watch, name="flowgrpo-failure-watch", daemon=True).start()
 
 
 @contextmanager
@@ -129,14 +89,15 @@ def agree(phase: str) -> Iterator[None]:
     except Exception as caught:  # handed on below, on every rank
         error = named(caught, phase)
     if dist.is_initialized() and dist.get_world_size() > 1:
+        reports: list[str | None] = [None] * dist.get_world_size()
         failed = torch.tensor(int(error is not None))
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        if int(failed):
-            reports: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(reports, None if error is None else f"{type(error).__name__}: {error}")
-            if error is None:
-                rank, words = next((rank, words) for rank, words in enumerate(reports) if words is not None)
-                raise RankFailed(rank, phase, words)
+        with fail_together(phase):  # a rank that failed in an earlier phase does not come
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+            if int(failed):
+                dist.all_gather_object(reports, None if error is None else f"{type(error).__name__}: {error}")
+        if int(failed) and error is None:
+            rank, words = next((rank, words) for rank, words in enumerate(reports) if words is not None)
+            raise RankFailed(rank, phase, words)
     if error is not None:
         raise error
 
