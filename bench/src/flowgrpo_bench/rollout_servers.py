@@ -83,12 +83,12 @@ def request(candidates: int, side: int) -> GroupRequest:
     )
 
 
-def stock_body(side: int) -> dict[str, Any]:
+def stock_body(device: str, side: int) -> dict[str, Any]:
     """The same for the stock server, one candidate: on CUDA it fails for more."""
     return {
         "prompt": PROMPT,
         "seed": 42,
-        "generator_device": "cpu",
+        "generator_device": device,
         "width": side,
         "height": side,
         "num_inference_steps": STEPS,

@@ -30,7 +30,9 @@ def setup(device: str, *, candidates: int, layers: int, heads: int, side: int, s
 
     def one_at_a_time() -> None:
         for _ in range(candidates):
-            answer = servers.stock_server(*model).client.post("/rollout/generate", json=servers.stock_body(side))
+            answer = servers.stock_server(*model).client.post(
+                "/rollout/generate", json=servers.stock_body(device, side)
+            )
             assert answer.status_code == 200, answer.text[:500]
 
     def gate() -> None:

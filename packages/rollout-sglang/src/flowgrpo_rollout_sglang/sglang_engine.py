@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import torch
-from safetensors.torch import load as load_tensors
+from safetensors import safe_open
 from torch import Tensor
 
 from flowgrpo_rollout_sglang.config import EngineConfig, SamplingConfig
@@ -21,7 +21,7 @@ from flowgrpo_rollout_sglang.engine import EngineError, EngineLostError
 from flowgrpo_rollout_sglang.patch import copy as patched_copy
 from flowgrpo_rollout_sglang.patch.insertions import PatchError
 from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
-from flowgrpo_rollout_sglang.server.contract import SAFETENSORS
+from flowgrpo_rollout_sglang.server.contract import ANSWER_FILE
 from flowgrpo_rollout_sglang.sglang_process import ServerProcess
 from flowgrpo_rollout_sglang.wire import VerifyReport, WeightSyncError
 
@@ -144,13 +144,21 @@ class SGLangNativeGenerationEngine:
 
     def _draw(self, wave: Sequence[GroupRequest]) -> list[GroupTrajectory]:
         body = wave_body(wave, self.config.candidates_per_forward)
-        content = self._call("POST", "/rollout/generate", json=body, headers={"accept": SAFETENSORS}).content
-        echo = _read_echo(content)
-        tensors = load_tensors(content)
+        answer = self._call("POST", "/rollout/generate", json=body, headers={"accept": ANSWER_FILE}).json()
+        echo, tensors = self._take(answer["file"])
         self._check_echo(body, echo)
         for part, seconds in echo["seconds"].items():
             self.seconds[part] = self.seconds.get(part, 0.0) + seconds
         return [self._trajectory(request, g, tensors, echo) for g, request in enumerate(wave)]
+
+    def _take(self, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Echo and tensors of an answer in the server's folder. The tensors map the file, which loses its name."""
+        path = Path(self._loaded().folder or "", Path(name).name)
+        with safe_open(path, "pt") as file:
+            echo = json.loads(file.metadata()["flowgrpo"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no dict)
+        path.unlink()
+        return echo, tensors
 
     def _trajectory(
         self, request: GroupRequest, g: int, tensors: Mapping[str, Tensor], echo: Mapping[str, Any]
@@ -300,12 +308,6 @@ def _noise_of(group: Mapping[str, Any]) -> list[list[Any]]:
         return [["engine", group["seed"] + n, group["seed"] + n] for n in range(group["num_outputs_per_prompt"])]
     seeds = zip(group["initial_noise_group_ids"], group["denoise_seeds"], strict=True)
     return [[sample_id, group["initial_noise_seed"], seed] for sample_id, seed in seeds]
-
-
-def _read_echo(content: bytes) -> dict[str, Any]:
-    """The JSON in the header of a binary answer."""
-    length = int.from_bytes(content[:8], "little")
-    return json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["flowgrpo"])
 
 
 def server_environment(config: EngineConfig) -> dict[str, str]:

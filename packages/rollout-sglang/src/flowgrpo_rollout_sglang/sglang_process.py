@@ -46,7 +46,8 @@ class ServerProcess:
         self._patched, self._arguments, self._environment = patched, list(arguments), dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: int | None = None
-        self._folder: str | None = None
+        self.folder: str | None = None
+        """The server's own: its socket and its answers, for nobody else to open."""
         self.client: httpx.Client | None = None
 
     @property
@@ -87,9 +88,9 @@ class ServerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = None
 
     def ended(self) -> str | None:
         """How the process ended, in words; None while it runs."""
@@ -106,7 +107,7 @@ class ServerProcess:
         return kind(self.name, f"{what}\n  end of {self.log}:\n{tail}", hint)
 
     def _launch(self, port: int) -> None:
-        self._folder = tempfile.mkdtemp(prefix="flowgrpo-sglang-")  # mode 0700: its socket takes pickles
+        self.folder = tempfile.mkdtemp(prefix="flowgrpo-sglang-")  # mode 0700: its socket takes pickles
         scheduler_port, master_port = _free_ports(2)
         read_end, self._pipe = os.pipe()
         paths = [str(self._patched), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -115,8 +116,8 @@ class ServerProcess:
             **self._environment,
             "PYTHONPATH": os.pathsep.join(paths),
             TOKEN_VARIABLE: self.token,
-            ENDPOINT_VARIABLE: f"ipc://{self._folder}/scheduler",
-            FOLDER_VARIABLE: self._folder,
+            ENDPOINT_VARIABLE: f"ipc://{self.folder}/scheduler",
+            FOLDER_VARIABLE: self.folder,
             PARENT_VARIABLE: str(read_end),
         }
         command = [sys.executable, "-m", "flowgrpo_rollout_sglang.server.launch", "serve", *self._arguments]
@@ -130,7 +131,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                cwd=self._folder,  # SGLang makes folders for outputs where it runs
+                cwd=self.folder,  # SGLang makes folders for outputs where it runs
                 pass_fds=(read_end,),
                 start_new_session=True,
             )

@@ -23,8 +23,8 @@ from torch import Tensor
 
 T, SIDE = 8, 32
 LATENT_SHAPE = (16, SIDE // 4, SIDE // 4)
-ATOL = 5e-6
-"""fp32 states of a candidate in another batch; 1e-6 was seen. Stock's differ by 1, being other noise."""
+ATOL = 2e-5
+"""fp32 states of a candidate in another batch; 1e-6 was seen on a CPU. Stock's differ by 1, being other noise."""
 PREFIXES = ("", "transformer.", "base_model.model.")
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from itertools import accumulate
 from pathlib import Path
 
 import psutil
@@ -168,7 +169,9 @@ def test_in_bf16_replay_agrees_up_to_rounding_and_a_killed_driver_leaves_no_proc
     psutil.wait_procs(members, timeout=launch._REAP_WITHIN_S + 10)
     assert not group_members(found["group"])
     for sde_type, served in found["served"].items():
-        bounds = [max(BF16_ATOL, BF16_FACTOR * rounding) for rounding in found["rounding"][sde_type]]
+        # Rounding grows as std falls from step to step; one step's, over 8 candidates, may be small by chance.
+        rounding = accumulate(found["rounding"][sde_type], max)
+        bounds = [max(BF16_ATOL, BF16_FACTOR * largest) for largest in rounding]
         assert all(a <= b for a, b in zip(served, bounds, strict=True)), (sde_type, served, bounds)
 
 

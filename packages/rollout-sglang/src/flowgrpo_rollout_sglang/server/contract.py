@@ -5,6 +5,7 @@ Used by the engine, which writes it, and by both processes of the server, which 
 Shapes: G groups of a wave, N candidates of a group, T denoising steps, S of them with noise.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +13,9 @@ from typing import Any
 
 SDE_TYPES = ("sde", "dance", "cps")
 SAFETENSORS = "application/x-safetensors"
-"""Media type of the binary answer; with any other `Accept` the answer is JSON."""
+"""Media type of the binary answer; with any other `Accept` but the next the answer is JSON."""
+ANSWER_FILE = "application/x-flowgrpo-file"
+"""The same bytes as a file in the server's folder, for the engine: megabytes a picture need not cross two sockets."""
 TOKEN_VARIABLE = "FLOWGRPO_TOKEN"
 ENDPOINT_VARIABLE = "FLOWGRPO_ENDPOINT"
 MAX_TEXT_TOKENS = 512
@@ -40,6 +43,12 @@ WAVE_FIELDS = {
     "initial_noise_latent_shape": "[Z, h, w]; by default what the model and the size give",
     "candidates_per_forward": "how many candidates share a forward at most",
 }
+
+
+def read_echo(content: bytes) -> dict[str, Any]:
+    """The JSON that a binary answer carries in its header."""
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["flowgrpo"])
 
 
 class ContractError(ValueError):

@@ -6,16 +6,19 @@ command at a time. Every method answers (HTTP status, JSON or bytes); what it ra
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version as installed_version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from safetensors.torch import save_file
 from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
@@ -26,6 +29,7 @@ from torch import Tensor
 from flowgrpo_rollout_sglang.patch import insertions
 from flowgrpo_rollout_sglang.server.adapter import Adapter, base_parameters, modules_and_rank
 from flowgrpo_rollout_sglang.server.contract import Command, ContractError, Wave, parse
+from flowgrpo_rollout_sglang.server.launch import FOLDER_VARIABLE
 from flowgrpo_rollout_sglang.server.memory import Memory, UnknownTagError
 from flowgrpo_rollout_sglang.server.sampler import Sampler
 from flowgrpo_rollout_sglang.wire import WeightReceiver, WeightSender, WeightSyncError, strip_transport_wrappers
@@ -67,6 +71,7 @@ class Server:
             lambda: base_parameters(self._sampler.transformer), engine="sglang", mode="full"
         )
         self._unversioned = 0
+        self._answers = 0
 
     def handle(self, requests: Sequence[Command]) -> OutputBatch:
         """SGLang's handler for our commands."""
@@ -87,8 +92,12 @@ class Server:
 
     # ------------------------------------------------------------------ rollout
 
-    def generate(self, body: Mapping[str, Any]) -> Answer:
-        """Draws one wave. The answer is a safetensors file as uint8; everything but tensors is in its header."""
+    def generate(self, body: Mapping[str, Any], to_file: bool) -> Answer:
+        """Draws one wave. The answer is a safetensors file, everything but tensors in its header.
+
+        With `to_file` it lies in the server's folder under the name that is answered, and the engine removes it;
+        else it comes as uint8.
+        """
         wave = parse(body)
         if self.memory.asleep:
             raise RefusedError(f"asked to generate while {sorted(self.memory.asleep)} sleep; resume them first")
@@ -100,7 +109,12 @@ class Server:
         for g, group in enumerate(drawn):
             tensors |= {f"{g}.{name}": tensor.contiguous() for name, tensor in vars(group).items()}
         header = {"flowgrpo": json.dumps(self._echo(wave, sigmas, version, seconds))}
-        return 200, np.frombuffer(save_tensors(tensors, metadata=header), dtype=np.uint8)
+        if not to_file:
+            return 200, np.frombuffer(save_tensors(tensors, metadata=header), dtype=np.uint8)
+        self._answers += 1
+        name = f"answer-{self._answers}.safetensors"
+        save_file(tensors, Path(os.environ[FOLDER_VARIABLE]) / name, metadata=header)
+        return 200, {"file": name}
 
     def _echo(self, wave: Wave, sigmas: Sequence[float], version: int, seconds: Mapping[str, float]) -> dict[str, Any]:
         """What was really used, for the driver to compare with what it asked for."""

@@ -18,7 +18,15 @@ from safetensors.torch import save as save_tensors
 from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_client
 from torch import Tensor
 
-from flowgrpo_rollout_sglang.server.contract import SAFETENSORS, TOKEN_VARIABLE, Command, ContractError, parse
+from flowgrpo_rollout_sglang.server.contract import (
+    ANSWER_FILE,
+    SAFETENSORS,
+    TOKEN_VARIABLE,
+    Command,
+    ContractError,
+    parse,
+    read_echo,
+)
 
 REFUSED_ROUTES = ("/update_weights_from_disk", "/v1/set_lora", "/v1/merge_lora_weights", "/v1/unmerge_lora_weights")
 OPEN_ROUTES = ("/health",)
@@ -35,8 +43,9 @@ def install(app: FastAPI, server_args: Any) -> None:
             parse(body)  # here as well: a faulty request must not wait behind a running one
         except ContractError as error:
             return _reply((400, {"error": "request", "detail": str(error)}))
-        status, answer = await _ask("generate", body)
-        if status != 200:
+        to_file = request.headers.get("accept") == ANSWER_FILE
+        status, answer = await _ask("generate", body, to_file)
+        if status != 200 or to_file:
             return _reply((status, answer))
         content = memoryview(answer)
         if request.headers.get("accept") == SAFETENSORS:
@@ -151,13 +160,6 @@ def _as_items(content: bytes) -> list[dict[str, Any]]:
                 }
             )
     return items
-
-
-def read_echo(content: bytes) -> dict[str, Any]:
-    """The JSON that a binary answer carries in its header."""
-    length = int.from_bytes(content[:8], "little")
-    header: Mapping[str, Any] = json.loads(content[8 : 8 + length])
-    return json.loads(header["__metadata__"]["flowgrpo"])
 
 
 def _encoded(tensor: Tensor) -> dict[str, Any]:
