@@ -32,7 +32,7 @@ class Workload:
     bytes_moved: int = 0
     """Fewest bytes one call must read and write; 0 where that is not the limit. Gives GB/s and the copy floor."""
     bytes_stored: int = 0
-    """Bytes of one call on a disk, for GB/s; no copy in memory is a floor of it."""
+    """Bytes of one call on a disk or the bus, for GB/s; no copy in memory is a floor of it."""
     operations: int = 0
     """Arithmetic operations of one call; 0 where that is not the limit."""
     prepare: Mapping[str, Callable[[], None]] = field(default_factory=dict)

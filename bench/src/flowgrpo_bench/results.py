@@ -27,6 +27,8 @@ class Row:
     """What one call puts on the GPU; None where it was not counted."""
     bytes_moved: int = 0
     operations: int = 0
+    peak_bytes: int | None = None
+    """Most that torch held on the GPU during the calls; None on a CPU."""
 
     @property
     def key(self) -> tuple[str, str, str, str]:

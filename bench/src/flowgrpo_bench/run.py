@@ -50,7 +50,10 @@ def _rows(case: BenchCase, size: str, workload: Workload, device: str, effort: E
     for timer in case.timers_on(device):
         for variant, call in {OURS: workload.ours, **workload.rivals}.items():
             prepare = workload.prepare.get(variant)
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             timing = measure(call, workload.inputs, timer, effort, prepare)
+            peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
             counted = device == "cuda" and case.launches and prepare is None
             launches = count_launches(call, workload.inputs[0]) if counted else None
             rows.append(
@@ -64,6 +67,7 @@ def _rows(case: BenchCase, size: str, workload: Workload, device: str, effort: E
                     launches=launches,
                     bytes_moved=workload.bytes_moved or workload.bytes_stored,
                     operations=workload.operations,
+                    peak_bytes=peak,
                 )
             )
             _free(device)

@@ -16,9 +16,9 @@ def wide_console() -> Console:
 
 
 def run_table(report: Report) -> Table:
-    """Each size: our time and noise, GB/s and launches, then every rival as a multiple of ours."""
+    """Each size: our time and noise, GB/s, launches and peak memory, then every rival as a multiple of ours."""
     table = Table(title=f"{report.machine['kind']}, {report.date}, commit {report.machine['commit']}")
-    for column in ("case", "size", "timer", "time", "noise", "GB/s", "launches", "others (time / ours)"):
+    for column in ("case", "size", "timer", "time", "noise", "GB/s", "launches", "peak", "others (time / ours)"):
         table.add_column(column, justify="left" if column in ("case", "size", "timer") else "right")
     for row in report.rows:
         if row.variant == OURS:
@@ -26,7 +26,8 @@ def run_table(report: Report) -> Table:
             launches = "" if row.launches is None else str(row.launches)
             gb_per_s = f"{row.gb_per_s:.0f}" if row.bytes_moved else ""
             noise = f"{row.spread:.1%}"
-            table.add_row(row.case, row.size, row.timer, time(row.seconds), noise, gb_per_s, launches, rivals)
+            peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.3g} GB"
+            table.add_row(row.case, row.size, row.timer, time(row.seconds), noise, gb_per_s, launches, peak, rivals)
     return table
 
 

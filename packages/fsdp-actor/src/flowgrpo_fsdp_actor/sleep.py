@@ -12,8 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowgrpo_fsdp_actor.pinned import pinned_slabs
+
 MAX_SLAB_BYTES = 1 << 30
-"""torch rounds a pinned allocation up to a power of two: slabs are such powers, and storages share them."""
+"""Host memory is made in slabs that storages share: 1,900 allocations for a 20 B model would take seconds."""
+POOLED_BYTES = 1 << 20
+"""torch serves smaller allocations from blocks of their own, larger ones from the rest of any free block."""
 
 
 @dataclass
@@ -55,7 +59,7 @@ class DeviceMemory:
         storages |= {t.untyped_storage()._cdata: (t.untyped_storage(), True) for t in frozen}
         self._adopt({key: value for key, value in storages.items() if value[0].nbytes() > 0})
         sleepers = self._sleepers.values()
-        with _copy_stream(sleepers):
+        with _copy_stream(sleepers) as stream, torch.cuda.stream(stream):
             for sleeper in sleepers:
                 if not (sleeper.frozen and sleeper.copied):
                     for on_device, host in sleeper.pairs():
@@ -71,12 +75,13 @@ class DeviceMemory:
         if not self._asleep:
             return 0
         sleepers = self._sleepers.values()
-        for sleeper in sleepers:
-            sleeper.storage.resize_(sleeper.num_bytes)
-        with _copy_stream(sleepers):
+        _reserve(sleepers)
+        with _copy_stream(sleepers) as stream:
             for sleeper in sleepers:
-                for on_device, host in sleeper.pairs():
-                    on_device.copy_(host, non_blocking=True)
+                sleeper.storage.resize_(sleeper.num_bytes)
+                with torch.cuda.stream(stream):
+                    for on_device, host in sleeper.pairs():
+                        on_device.copy_(host, non_blocking=True)
         self._asleep = False
         return sum(sleeper.num_bytes for sleeper in sleepers)
 
@@ -102,10 +107,8 @@ class _HostArena:
     def reserve(self, num_bytes: int, pinned: bool) -> None:
         """Makes room for `num_bytes` more."""
         missing = num_bytes - sum(piece.numel() for piece in self._free)
-        while missing > 0:
-            size = min(MAX_SLAB_BYTES, 1 << (missing - 1).bit_length())
-            self._free.append(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
-            missing -= size
+        sizes = [min(MAX_SLAB_BYTES, missing - start) for start in range(0, missing, MAX_SLAB_BYTES)]
+        self._free += pinned_slabs(sizes) if pinned else [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
     def take(self, num_bytes: int) -> list[Tensor]:
         """The next `num_bytes` reserved bytes, in one or more pieces."""
@@ -119,15 +122,25 @@ class _HostArena:
         return pieces
 
 
+def _reserve(sleepers: Iterable[_Sleeper]) -> None:
+    """One allocation from the driver for all storages, which the cache then hands out and gets back in pieces.
+
+    A thousand of them would cost a tenth of a sleep, when each is given back to the driver.
+    """
+    large = [sleeper for sleeper in sleepers if sleeper.num_bytes > POOLED_BYTES]
+    if large and (device := large[0].storage.device).type == "cuda":
+        torch.cuda.empty_cache()
+        torch.empty(sum(-(-sleeper.num_bytes // 512) * 512 for sleeper in large), dtype=torch.uint8, device=device)
+
+
 @contextmanager
-def _copy_stream(sleepers: Iterable[_Sleeper]) -> Iterator[None]:
-    """Copies inside run on a stream of their own; on leaving, the host has waited for them."""
+def _copy_stream(sleepers: Iterable[_Sleeper]) -> Iterator[torch.cuda.Stream | None]:
+    """A stream of its own for the copies, None on the CPU; on leaving, the host has waited for them."""
     device = next((sleeper.storage.device for sleeper in sleepers), torch.device("cpu"))
     if device.type != "cuda":
-        yield
+        yield None
         return
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
+    yield stream
     stream.synchronize()

@@ -57,31 +57,38 @@ def tiny_qwen_image(folder: Path, *, dtype: torch.dtype = torch.float32, num_lay
     return folder
 
 
-def prompt_embeds(prompt: str, tokens: int) -> Tensor:
+def prompt_embeds(prompt: str, tokens: int, width: int = TEXT_WIDTH) -> Tensor:
     """[L, E] a stand-in for the text encoder: of the prompt alone, unit normal."""
-    return candidate_noise(0, prompt, "text", (tokens, TEXT_WIDTH))
+    return candidate_noise(0, prompt, "text", (tokens, width))
 
 
 @torch.no_grad()
 def draw_trajectory(
-    policy: nn.Module, adapter: GenerativeModelAdapter, request: GroupRequest, *, text_tokens: int = 7, version: int = 0
+    policy: nn.Module,
+    adapter: GenerativeModelAdapter,
+    request: GroupRequest,
+    *,
+    text_tokens: int = 7,
+    text_width: int = TEXT_WIDTH,
+    version: int = 0,
 ) -> GroupTrajectory:
     """What an engine would answer to `request`, drawn with `policy`, all candidates in one forward per step."""
     sampling, N = request.sampling, len(request.sample_ids)
-    embeds_LE = prompt_embeds(request.prompt, text_tokens)
+    device = next(policy.parameters()).device
+    embeds_LE = prompt_embeds(request.prompt, text_tokens, text_width).to(device)
     conditions = ReplayConditions(embeds_LE[None].expand(N, -1, -1), None, sampling.height, sampling.width)
     x_NPC = torch.stack(
         [initial_latent(request.noise_seed, s, sampling.init_noise_latent_shape) for s in request.sample_ids]
-    )
+    ).to(device)
     states, log_probs = {0: x_NPC}, []
     for k in range(sampling.num_inference_steps):
         sigma, sigma_next = request.sigmas[k], request.sigmas[k + 1]
-        velocity = adapter.replay_transition(policy, x_NPC, torch.full((N,), sigma), conditions)
+        velocity = adapter.replay_transition(policy, x_NPC, torch.full((N,), sigma, device=device), conditions)
         if k in request.sde_indices:
             step = transition(sampling.sde_type, sigma, sigma_next, eta=sampling.eta, sigma_max=sampling.sigma_max)
             shape = tuple(x_NPC.shape[1:])
             noise = torch.stack([candidate_noise(request.noise_seed, s, k, shape) for s in request.sample_ids])
-            x_next = transition_sample(x_NPC, velocity, noise, step)
+            x_next = transition_sample(x_NPC, velocity, noise.to(device), step)
             log_probs.append(transition_logp(x_NPC, velocity, x_next, step))
         else:
             x_next = transition_mean(x_NPC, velocity, transition("ode", sigma, sigma_next, eta=0.0))
@@ -91,9 +98,9 @@ def draw_trajectory(
         height=sampling.height,
         width=sampling.width,
         sigmas=torch.tensor(request.sigmas, dtype=torch.float32),
-        latents_NUPC=torch.stack([states[k] for k in request.state_indices], dim=1),
-        log_probs_NS=torch.stack(log_probs, dim=1),
-        prompt_embeds_LE=embeds_LE,
+        latents_NUPC=torch.stack([states[k] for k in request.state_indices], dim=1).cpu(),
+        log_probs_NS=torch.stack(log_probs, dim=1).cpu(),
+        prompt_embeds_LE=embeds_LE.cpu(),
         images_NHWC=None,
         policy_version=version,
     )
@@ -105,6 +112,7 @@ def draw_rollout(
     *,
     group_size: int,
     text_tokens: Sequence[int] = (7, 7, 7, 7),
+    text_width: int = TEXT_WIDTH,
     sampling: SamplingConfig = SAMPLING,
     rollout_id: int = 0,
 ) -> list[GroupTrajectory]:
@@ -122,6 +130,7 @@ def draw_rollout(
                 generation_seed=1234,
             ),
             text_tokens=tokens,
+            text_width=text_width,
         )
         for index, tokens in enumerate(text_tokens)
     ]
@@ -168,41 +177,3 @@ def random_qwen_image(folder: Path, **settings: Any) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(content))
     return folder
-
-
-def noise_rollout(
-    adapter: GenerativeModelAdapter,
-    *,
-    group_size: int,
-    text_tokens: Sequence[int],
-    text_width: int,
-    sampling: SamplingConfig,
-) -> list[GroupTrajectory]:
-    """Trajectories that no model drew, in the shapes and sizes of real ones: for work that is only timed."""
-    rollout = []
-    for index, tokens in enumerate(text_tokens):
-        request = adapter.build_rollout_request(
-            prompt=f"prompt {index}",
-            group_index=index,
-            group_size=group_size,
-            sampling=sampling,
-            rollout_id=0,
-            generation_seed=1234,
-        )
-        Z, rows, columns = request.sampling.init_noise_latent_shape
-        generator = torch.Generator().manual_seed(index)
-        latents = (group_size, len(request.state_indices), rows * columns // 4, Z * 4)
-        rollout.append(
-            GroupTrajectory(
-                request=request,
-                height=sampling.height,
-                width=sampling.width,
-                sigmas=torch.tensor(request.sigmas, dtype=torch.float32),
-                latents_NUPC=torch.randn(latents, generator=generator),
-                log_probs_NS=torch.zeros(group_size, len(request.sde_indices)),
-                prompt_embeds_LE=torch.randn(tokens, text_width, generator=generator),
-                images_NHWC=None,
-                policy_version=0,
-            )
-        )
-    return rollout

@@ -1,0 +1,56 @@
+"""Replay under FSDP2 on two GPUs, 16 transitions on each: forward and backward, and the mean of the gradients.
+
+Beside it FSDP2 around plain diffusers + peft: eager, and with `compile_repeated_blocks`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flowgrpo_bench.case import BenchCase, Workload
+
+WORLD = 2
+
+
+def setup(
+    device: str, *, model: Mapping[str, Any], side: int, text: int, rank: int, gathered: bool = False
+) -> Workload:
+    """Two groups of 8 candidates at 2 steps; a rank replays its half of the candidates of each."""
+    from flowgrpo_bench.ranks import Ranks
+    from flowgrpo_bench.replay import FsdpReplay
+
+    ranks = Ranks(WORLD, device, FsdpReplay, model, side, text, rank, gathered)
+
+    def gate() -> None:
+        same, apart, parity = zip(*ranks.all("check"), strict=True)
+        assert all(same), "an anchor is not its own forward"
+        assert max(apart) < 1e-3, f"{max(apart)} nats between ours and FSDP2 around plain diffusers"
+        print(f"  from plain diffusers {max(apart):.1e} nats, from the eager rollout {max(parity):.1e}")
+        peaks = {name: max(ranks.all("peak_gb", name)) for name in ("train", "plain")}
+        print("  peak GB: " + ", ".join(f"{name} {peak:.0f}" for name, peak in peaks.items()))
+
+    rivals = {
+        "diffusers": lambda: ranks.all("plain"),
+        "diffusers, compiled blocks": lambda: ranks.all("compiled"),
+    }
+    return Workload(ours=lambda: ranks.all("train"), rivals=rivals, gate=gate)
+
+
+QWEN_IMAGE = {"model": {}, "side": 384, "text": 128, "rank": 64}
+HEADS = {"attention_head_dim": 32, "num_attention_heads": 2, "axes_dims_rope": (8, 12, 12)}
+TINY = {"model": {"num_layers": 2, "joint_attention_dim": 64, **HEADS}, "side": 64, "text": 9, "rank": 4}
+CASE = BenchCase(
+    name="replay_fsdp",
+    about="16 replayed transitions on each of two GPUs under FSDP2, full-size Qwen-Image, LoRA 64, 384 x 384",
+    setup=setup,
+    sizes={
+        "2 x 16 transitions": QWEN_IMAGE,
+        "2 x 16 transitions, weights kept gathered": {**QWEN_IMAGE, "gathered": True},
+    },
+    smoke={"2 x 16 transitions, tiny model": TINY},
+    devices=("cuda",),
+    timers=("wall",),
+    gpus=WORLD,
+    samples=3,
+    launches=False,
+    tolerance={"cpu": 0.5, "cuda": 0.15},
+)
