@@ -138,9 +138,8 @@ def _at_once(workers: int, work: Callable[..., None], arguments: Iterable[tuple]
 
 def _read_file(path: Path, reads: Sequence[tuple[StoredPiece, int, Tensor]]) -> None:
     """Each (piece, its first wanted element, where the elements go), cast where the dtypes differ."""
-    pinned = any(target.is_cuda for _, _, target in reads)
     largest = max(target.numel() * piece.dtype.itemsize for piece, _, target in reads)
-    buffer = torch.empty(min(BUFFER_BYTES, largest), dtype=torch.uint8, pin_memory=pinned)
+    buffer = _buffer([target for _, _, target in reads], largest)
     with open(path, "rb", buffering=0) as file:
         for piece, first, target in reads:
             file.seek(piece.start + first * piece.dtype.itemsize)
@@ -199,18 +198,35 @@ def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def _write_file(path: Path, pieces: Sequence[Piece]) -> None:
+    buffer = _buffer([piece.local for piece in pieces])
     try:
         with open(path, "wb") as file:
             header = _header(pieces)
             file.write(len(header).to_bytes(8, "little"))
             file.write(header)
             for piece in pieces:
-                file.write(piece.local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                _write_tensor(file, piece.local, buffer)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         error.filename = str(path)  # a write on a full disk does not say where
         raise
+
+
+def _write_tensor(file: io.BufferedWriter, tensor: Tensor, buffer: Tensor) -> None:
+    """Through `buffer`: a host copy of the whole tensor would cost fresh pages, which take longer than the bytes."""
+    flat = tensor.contiguous().view(-1)
+    for part in flat.split(buffer.numel() // tensor.element_size()):
+        host = buffer[: part.nbytes]
+        host.view(tensor.dtype).copy_(part)
+        file.write(host.numpy().data)
+
+
+def _buffer(tensors: Sequence[Tensor], largest: int | None = None) -> Tensor:
+    """[bytes] uint8 on the host, pinned for tensors on a GPU; no longer than the largest of them."""
+    nbytes = max(tensor.nbytes for tensor in tensors) if largest is None else largest
+    pinned = any(tensor.is_cuda for tensor in tensors)
+    return torch.empty(min(BUFFER_BYTES, nbytes), dtype=torch.uint8, pin_memory=pinned)
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
