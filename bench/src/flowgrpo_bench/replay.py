@@ -183,9 +183,9 @@ class FsdpReplay:
     """One rank of `replay_fsdp`: ours, and FSDP2 around plain diffusers + peft with the same weights."""
 
     def __init__(
-        self, rank: int, world: int, device: str, model: Mapping[str, Any], side: int, text: int, lora: int, kept: bool
+        self, rank: int, world: int, device: str, model: Mapping[str, Any], side: int, text: int, lora_rank: int
     ):
-        settings = LORA | {"lora_rank": lora, "fsdp_reshard_after_forward": not kept}
+        settings = LORA | {"lora_rank": lora_rank}
         self._work = ReplayWork(device, model, (text, text), side=side, rank=rank, world=world, **settings)
         self._rows = sum(map(len, self._work.forwards(1)))
         self._device = device
@@ -196,6 +196,15 @@ class FsdpReplay:
     def train(self) -> None:
         self._work.train(self._rows)
         _synchronize(self._device)
+
+    def kept(self) -> None:
+        """Ours with `fsdp_reshard_after_forward` off: a block gathered for its forward stays so for its backward."""
+        for gathers_again in (False, True):
+            for unit in self._work.policy.module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.set_reshard_after_forward(gathers_again, recurse=False)
+            if not gathers_again:
+                self.train()
 
     def plain(self) -> None:
         with torch.compiler.set_stance("force_eager"):
