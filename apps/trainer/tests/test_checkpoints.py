@@ -15,6 +15,7 @@ from flowgrpo_fsdp_actor.distributed import init_lone_process_group
 from flowgrpo_fsdp_actor.errors import NotResumable
 from flowgrpo_trainer.checkpoints import Resume, checkpoints_of, contract_of
 from flowgrpo_trainer.cli import parse
+from flowgrpo_trainer.errors import in_words
 from flowgrpo_trainer.main import main
 from flowgrpo_trainer.wiring import actor_config
 
@@ -139,3 +140,15 @@ def test_an_export_over_another_base_model_is_refused(saved, another_base, tmp_p
     assert run_command("export", *words, "--base-model-path", another_base) == 1
     assert str(another_base) in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+class ActorDiedError(Exception):
+    """Named and worded as Ray's."""
+
+
+def test_a_rank_that_was_killed_is_named_and_the_way_on_is_said():
+    died = "The actor died.\n\tclass_name: ActorWorker\n\tactor_id: 3b0c\n\tpid: 24057\n\tip: 192.0.2.2\nMany causes."
+    said = in_words(ActorDiedError(died))
+    assert "training rank (process 24057)" in said
+    assert "--load" in said
+    assert "causes" not in said
