@@ -22,6 +22,7 @@ from flowgrpo_rollout_sglang.config import EngineConfig
 from flowgrpo_rollout_sglang.device_memory import asked_and_free
 from flowgrpo_rollout_sglang.engine import EngineError, EngineOutOfMemory
 from flowgrpo_rollout_sglang.noise import candidate_noise, initial_latent, unpack_latents
+from flowgrpo_rollout_sglang.one_frame import skip_empty_frames
 from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
 from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
 from flowgrpo_rollout_sglang.wire import VerifyReport, WeightReceiver, strip_transport_wrappers
@@ -60,6 +61,7 @@ class DiffusersEngine:
             pipeline = QwenImagePipeline.from_pretrained(folder, torch_dtype=DTYPES[self.config.dtype])
             pipeline.to(self.config.device)
             pipeline.transformer.requires_grad_(False).eval()
+            skip_empty_frames(pipeline.vae)
             if self.config.weight_sync_mode == "adapter":
                 self._add_adapter(pipeline.transformer)
         self._pipeline = pipeline

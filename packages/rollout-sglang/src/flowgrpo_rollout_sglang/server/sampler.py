@@ -20,6 +20,7 @@ from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_c
 from torch import Tensor, nn
 
 from flowgrpo_rollout_sglang.noise import candidate_noise, initial_latent, unpack_latents
+from flowgrpo_rollout_sglang.one_frame import skip_empty_frames
 from flowgrpo_rollout_sglang.server.contract import MAX_TEXT_TOKENS, Candidate, ContractError, Wave
 from flowgrpo_rollout_sglang.velocity import PATCH, latent_grid
 
@@ -46,7 +47,7 @@ class Sampler:
         self._args = server_args
         self._pipeline = pipeline
         self.transformer: nn.Module = pipeline.get_module("transformer")
-        self._vae: nn.Module = pipeline.get_module("vae")
+        skip_empty_frames(pipeline.get_module("vae"))
         stages = {type(stage).__name__: stage for stage in pipeline.stages}
         self._text_stage, self._decode_stage = stages["TextEncodingStage"], stages["DecodingStage"]
         parameter = next(self.transformer.parameters())
