@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from flowgrpo_rollout_sglang.pinned import pinned_block
+
 ALIGN = 512
 """Bytes between two storages in the host block."""
 
@@ -77,9 +79,10 @@ class Memory:
         sizes = [storage.nbytes() for storage in self._storages[tag]]
         if sizes != self._sizes.get(tag):
             self._sizes[tag] = sizes
-            _drop(self._blocks.pop(tag, None))
+            self._blocks.pop(tag, None)  # first let go of the old one
+            nbytes = sum(_aligned(n) for n in sizes)
             pinned = any(storage.device.type == "cuda" for storage in self._storages[tag])
-            self._blocks[tag] = _host_block(sum(_aligned(n) for n in sizes), pinned)
+            self._blocks[tag] = pinned_block(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)
         for storage, host in zip(self._storages[tag], self._pieces(tag), strict=True):
             host.copy_(_bytes_of(storage), non_blocking=True)
         _wait()
@@ -119,22 +122,6 @@ def _addresses(storages: Sequence[torch.UntypedStorage]) -> list[int]:
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _host_block(nbytes: int, pinned: bool) -> Tensor:
-    """Page-locked by registering it: torch's own pinned allocator would round 41 GB up to 64."""
-    block = torch.empty(nbytes, dtype=torch.uint8)
-    if pinned:
-        status = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), nbytes, 0)
-        if int(status) != 0:
-            raise RuntimeError(f"cannot page-lock {nbytes} bytes of host memory for sleep: CUDA error {int(status)}")
-    return block
-
-
-def _drop(block: Tensor | None) -> None:
-    """Unlocks the pages of a block before it is freed."""
-    if block is not None and torch.cuda.is_available() and block.is_pinned():
-        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
 
 def _aligned(nbytes: int) -> int:
