@@ -108,7 +108,8 @@ def test_a_card_that_is_really_full_says_phase_bytes_and_what_to_lower(tmp_path,
         calls[phase]()
     error = caught.value
     assert (error.phase, error.rank) == (phase, 0)
-    assert error.free < error.asked
+    assert error.asked > 0
+    assert error.free < 16 << 20  # what the driver calls free is not all to be had
     assert error.lower
 
 

@@ -25,7 +25,7 @@ from flowgrpo_trainer.wiring import actor_config
 
 DOES_NOT_FIT = 3
 ENGINES = {"DiffusersEngine": DIFFUSERS, "SGLangNativeGenerationEngine": SGLANG}
-NOT_COUNTED = "Seconds leave out scoring, text encoding, VAE decoding, files, checkpoints and start-up."
+NOT_COUNTED = "Seconds leave out scoring, text encoding, files, checkpoints and start-up."
 
 
 def plan(words: Sequence[str]) -> int:
@@ -122,7 +122,9 @@ def show(estimate: Estimate, settings: Settings, recipe: str, notes: Sequence[st
     console.print(_phase_table(estimate))
     console.print(_seconds_table(estimate))
     console.print(
-        f"A replay forward joins {estimate.join} transitions: {estimate.transitions_per_s:.1f} transitions/s a card. "
+        f"A replay forward joins {estimate.join} transitions, "
+        f"{estimate.recomputed} of {estimate.blocks} blocks recompute: "
+        f"{estimate.transitions_per_s:.1f} transitions/s a card. "
         f"Host memory for what sleeps: {estimate.host_bytes / GIB:.0f} GiB a card.",
         highlight=False,
     )

@@ -32,7 +32,7 @@ class Card:
 
 H200 = Card(
     name="h200",
-    memory=139.7 * GIB,
+    memory=139.8 * GIB,
     matmul=788e12,
     copy=4.25e12,
     host_to_device=52e9,
@@ -86,5 +86,5 @@ class Pace:
 EAGER = Pace(forward=402e12, backward=423e12, launch_forward=2.53e-3, launch_backward=6.33e-3)
 COMPILED = Pace(forward=500e12, backward=474e12, launch_forward=0.97e-3, launch_backward=2.42e-3)
 
-PROCESS_BYTES = 0.6 * GIB
-"""Device memory of one process beside its tensors: CUDA context, kernels, cuBLAS workspace."""
+PROCESS_BYTES = 0.83 * GIB
+"""Device memory of one process beside its tensors: CUDA context (0.52), kernels, workspaces. H200, 2026-11-30."""

@@ -14,6 +14,8 @@ from flowgrpo_fsdp_actor.plan import local_candidates
 
 AUTO_MEMORY_SHARE = 0.85
 """Of the free memory that an automatic `replay_join` fills: `join.MEMORY_SHARE`, which a test holds equal."""
+AUTO_TOKENS = 8192
+"""What fills a GPU, so that fewer rows make blocks recompute: `join.CUDA_TOKENS`, which a test holds equal."""
 SYNC_CHUNK_BYTES = 512 << 20
 """Of whole tensors in one gather for the sync: `gather.CHUNK_BYTES`, which a test holds equal."""
 GATHERED_BLOCKS = 3
@@ -131,33 +133,29 @@ class MemoryModel:
 
     # ------------------------------------------------------------------ replay
 
-    @property
-    def row_bytes(self) -> float:
-        """What one more row of a forward adds to the peak of its backward."""
-        return self._row(fixed_blocks=self.model.transformer.blocks)
+    def row_bytes(self, recomputed: int, *, blocks: int | None = None, compiled: bool | None = None) -> float:
+        """What one more row of a forward adds to the peak of its backward, `recomputed` of `blocks` recomputing.
 
-    def _row(self, fixed_blocks: int) -> float:
+        The blocks that keep are the last ones (`recompute`), so the peak is where the backward begins.
+        """
         net, config, image, text = self.model.transformer, self.config, self.image, self.run.text_tokens
-        dtype, compiled = config.fsdp_param_dtype, config.replay_compile
-        block = net.saved_bytes(image, text, self.adapters, full=not config.is_lora, compiled=compiled, dtype=dtype)
+        blocks = net.blocks if blocks is None else blocks
+        compiled = config.replay_compile if compiled is None else compiled
+        dtype = config.fsdp_param_dtype
+        kept = net.saved_bytes(image, text, self.adapters, full=not config.is_lora, compiled=compiled, dtype=dtype)
         working = net.backward_bytes(image, text, compiled=compiled, dtype=dtype)
-        if config.fsdp_activation_checkpointing:
-            return fixed_blocks * net.input_bytes(image, text, dtype=dtype) + block + working
-        return fixed_blocks * block + working
+        return recomputed * net.input_bytes(image, text, dtype=dtype) + max(1, blocks - recomputed) * kept + working
 
-    def activations(self, rows: int) -> float:
-        return rows * self.row_bytes
-
-    def replay_peak(self, rows: int, *, forwards: int) -> dict[str, float]:
+    def replay_peak(self, rows: int, *, forwards: int, recomputed: int) -> dict[str, float]:
         """The actor alone, in the worst moment of a backward.
 
         An update's first forward begins its backward without gradients and ends it without activations: they do
         not add up, unless an earlier forward of the same update has left its gradients.
         """
         weights, moments = self.on_card
-        activations, gradients = self.activations(rows), self.gradients
+        activations, gradients = rows * self.row_bytes(recomputed), self.gradients
         if forwards == 1:
-            first_block = rows * self._row(fixed_blocks=1)
+            first_block = rows * self.row_bytes(min(recomputed, 1), blocks=1)
             if gradients + first_block > activations:
                 activations = first_block
             else:
@@ -176,18 +174,24 @@ class MemoryModel:
         local = len(local_candidates(config.n_samples_per_prompt, rank=0, world_size=world))
         return max(1, self.run.groups * local * self.run.trained_steps // config.num_updates_per_batch)
 
-    def rows_that_fit(self) -> int:
-        """What an automatic `replay_join` comes to: `join.choose_join`, with formulas for its two probes."""
-        weights, moments = self.on_card
-        taken = weights + moments + self.gathered + self.engine_while_training() + self.contexts
-        free = AUTO_MEMORY_SHARE * (self.card.memory - taken) - self.gradients
-        return max(1, int(free / self.row_bytes))
+    def join(self) -> tuple[int, int]:
+        """(rows of a forward, blocks that recompute): as set, or `join.choose_join` with formulas for its probes.
 
-    def join(self) -> int:
-        """Rows of a forward: as set, or as many as fit, in equal forwards."""
-        rows = self.rows_of_update()
-        fit = min(self.config.replay_join or self.rows_that_fit(), rows)
-        return fit if self.config.replay_join else ceil(rows / ceil(rows / fit))
+        The probes are not compiled; the fewest blocks recompute with which enough rows fit to fill the GPU.
+        """
+        rows, blocks = self.rows_of_update(), self.model.transformer.blocks
+        checkpointed = self.config.fsdp_activation_checkpointing
+        if self.config.replay_join:
+            return min(self.config.replay_join, rows), blocks if checkpointed else 0
+        taken = sum(self.on_card) + self.gathered + self.engine_while_training() + self.contexts
+        available = AUTO_MEMORY_SHARE * (self.card.memory - taken) - self.gradients
+        wanted = min(rows, ceil(AUTO_TOKENS / (self.image + self.run.text_tokens)))
+        for recomputed in range(blocks if checkpointed else 0, blocks + 1):
+            fit = int(available / self.row_bytes(recomputed, compiled=False))
+            if fit >= wanted:
+                break
+        fit = max(1, min(fit, rows))
+        return ceil(rows / ceil(rows / fit)), recomputed
 
     # ------------------------------------------------------------------ the engine
 
@@ -225,8 +229,8 @@ class MemoryModel:
         processes = {"processes": self.contexts}
         awake = {} if self.run.offload_train else actor
         beside = {} if self.run.offload_rollout else engine
-        rows = self.join()
-        replay = self.replay_peak(rows, forwards=ceil(self.rows_of_update() / rows))
+        rows, recomputed = self.join()
+        replay = self.replay_peak(rows, forwards=ceil(self.rows_of_update() / rows), recomputed=recomputed)
         staging = {"sync buckets": 2.0 * self.run.bucket_mb * (1 << 20), "gathered for the sync": self._sync_gather()}
         taking = engine | ({"engine text encoder, VAE": 0.0} if self.run.offload_rollout else {})
         phases = [

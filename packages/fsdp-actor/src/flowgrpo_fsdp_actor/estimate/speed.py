@@ -4,8 +4,9 @@ A pass takes sqrt(work^2 + launches^2): the card is busy in large forwards, the 
 The blend is a choice. Against the held-out measurements it is within 3 % for compiled forwards of 16 and more, 16 %
 low for eager ones of 1 to 16 with checkpointing, and up to 40 % low for forwards of 3 and 4: there it is a floor.
 
-Left out, because nothing was measured or it is not the trainer's: scoring, text encoding, VAE decoding, writing
-sidecars and checkpoints, start-up, compilation.
+Left out, because nothing was measured or it is not the trainer's: scoring, text encoding, writing sidecars and
+checkpoints, start-up, compilation, and what FSDP2 copies on one card for masters in another dtype (a full training of
+4.1 B parameters over fp32 masters took 1.57 s where this says 0.83; LoRA does not feel it).
 """
 
 from math import ceil, hypot
@@ -15,14 +16,16 @@ from flowgrpo_fsdp_actor.estimate.memory import MemoryModel
 
 PAGEABLE_TO_HOST, PAGEABLE_TO_DEVICE = 1.1 * GB, 4.2 * GB
 """Stock SGLang's `module.to`, 7.6 GB in 7.0 s and back in 1.8 s on the H200: what `DiffusersEngine` does too."""
+DECODE_S = 8.3e-3 / (384 * 384 * 96)
+"""Of a pixel and a channel of the VAE's largest maps: 133 ms for 16 pictures of 384 x 384, H200, 2026-11-30."""
 WIRE = 40.9 * GB / 0.092
 """Weight sync between two processes of one card, verified: 40.9 GB in 92 ms in 512 MB buckets, H200."""
 WIRE_FLOOR_S = 0.01
 """An adapter of 377 MB took 10.5 ms."""
 
 
-def pass_seconds(memory: MemoryModel, rows: int, *, forwards: int, backwards: int, compiled: bool) -> float:
-    """One call of the model with `rows` rows: `forwards` forwards (2 where blocks are recomputed) and a backward."""
+def pass_seconds(memory: MemoryModel, rows: int, *, forwards: float, backwards: int, compiled: bool) -> float:
+    """One call of the model with `rows` rows: `forwards` forwards (2 where all blocks recompute) and a backward."""
     pace = COMPILED if compiled else EAGER
     net, config, run = memory.model.transformer, memory.config, memory.run
     faster = memory.card.matmul / H200.matmul
@@ -32,17 +35,17 @@ def pass_seconds(memory: MemoryModel, rows: int, *, forwards: int, backwards: in
     return hypot(work, net.blocks * _launches(pace, forwards, backwards))
 
 
-def _launches(pace: Pace, forwards: int, backwards: int) -> float:
+def _launches(pace: Pace, forwards: float, backwards: int) -> float:
     return forwards * pace.launch_forward + backwards * pace.launch_backward
 
 
-def replay_seconds(memory: MemoryModel, rows: int) -> float:
+def replay_seconds(memory: MemoryModel, rows: int, recomputed: int) -> float:
     """Forward and backward of one joined forward, with what FSDP2 gathers for it.
 
     On two H200 the gathers added to the time instead of hiding behind it: 967 + 2 x 75 ms were 1119 ms in truth.
     """
     config = memory.config
-    forwards = 2 if config.fsdp_activation_checkpointing else 1
+    forwards = 1.0 + recomputed / memory.model.transformer.blocks
     seconds = pass_seconds(memory, rows, forwards=forwards, backwards=1, compiled=config.replay_compile)
     gathers = 2 if config.fsdp_reshard_after_forward else 1
     if not config.is_lora:
@@ -63,14 +66,15 @@ def gather_seconds(memory: MemoryModel) -> float:
 def rollout_seconds(memory: MemoryModel) -> dict[str, float]:
     """Seconds of each part of one rollout, on the card that has most to do."""
     config, run = memory.config, memory.run
-    rows, join = memory.rows_of_update(), memory.join()
+    rows, (join, recomputed) = memory.rows_of_update(), memory.join()
     per_update = ceil(rows / join)
-    replay = config.num_updates_per_batch * per_update * replay_seconds(memory, min(join, rows))
+    replay = config.num_updates_per_batch * per_update * replay_seconds(memory, join, recomputed)
     anchored = config.num_updates_per_batch - (0 if config.fsdp_debug_fingerprint else 1)
-    anchors = anchored * per_update * anchor_seconds(memory, min(join, rows))
+    anchors = anchored * per_update * anchor_seconds(memory, join)
     moved = memory.trained * 7.0 * (2 if config.master_dtype == "bf16" else 4) / run.world_size  # 4 read, 3 written
     return {
         "sampling": _sampling(memory),
+        "decoding": _decoding(memory),
         "replay": replay,
         "anchors": anchors,
         "optimizer": config.num_updates_per_batch * moved / memory.card.copy,
@@ -79,10 +83,20 @@ def rollout_seconds(memory: MemoryModel) -> dict[str, float]:
     }
 
 
+def _candidates(memory: MemoryModel) -> int:
+    """Of one engine, in a rollout."""
+    engines = max(1, memory.run.world_size // memory.run.engine_gpus)
+    return ceil(memory.run.groups * memory.config.n_samples_per_prompt / engines)
+
+
+def _decoding(memory: MemoryModel) -> float:
+    sampling = memory.config.sampling
+    cells = sampling.height * sampling.width * memory.model.vae_channels
+    return _candidates(memory) * cells * DECODE_S * H200.copy / memory.card.copy
+
+
 def _sampling(memory: MemoryModel) -> float:
-    run, config = memory.run, memory.config
-    engines = max(1, run.world_size // run.engine_gpus)
-    candidates = ceil(run.groups * config.n_samples_per_prompt / engines)
+    run, config, candidates = memory.run, memory.config, _candidates(memory)
     rows = min(run.engine_rows, candidates)
     forward = pass_seconds(memory, rows, forwards=1, backwards=0, compiled=run.engine.compiled)
     return ceil(candidates / rows) * config.sampling.num_inference_steps * forward
