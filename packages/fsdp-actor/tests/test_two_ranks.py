@@ -15,7 +15,7 @@ from flowgrpo_fsdp_actor.testing import SAMPLING as THREE_STEPS
 from flowgrpo_fsdp_actor.testing import draw_rollout
 from flowgrpo_rollout_sglang.sidecar import write_sidecar
 
-from .two_ranks import PHASES, Case, config_of, failing_rank_main, full_disk_main, rank_main
+from .two_ranks import BALLAST, PHASES, Case, config_of, failing_rank_main, full_disk_main, rank_main
 
 SAMPLING = replace(THREE_STEPS, sde_indices=(1, 3), num_sde_steps=2)
 LORA = {"fsdp_trainable_mode": "lora", "lora_rank": 4, "lora_alpha": 8.0, "lora_merge_mode": True}
@@ -88,11 +88,22 @@ def test_two_ranks_report_the_metrics_of_one(outcomes, case):
     tolerance = {"fp32": 1e-3, "bf16": 1e-2}[dtype_of(case)]  # the spread of the ratios is 1e-5, its error 4e-9
     for ours, theirs in zip(one.metrics, two.metrics, strict=True):
         assert {n: ours[n] for n in exact} == {n: theirs[n] for n in exact}
-        for name in ("train/ratio_min", "train/ratio_max"):  # within 3e-4 of 1, so compared in units of float32
+        assert ours.keys() == theirs.keys()
+        # Within 3e-4 of 1, so compared in units of float32.
+        for name in ("train/ratio_min", "train/ratio_max", "train/ratio_mean"):
             assert theirs[name] == pytest.approx(ours[name], rel=0, abs=2.5e-7), name
+        assert theirs["train/approx_kl"] == pytest.approx(ours["train/approx_kl"], rel=tolerance, abs=1e-10)
+        assert theirs["train/clip_fraction"] == pytest.approx(ours["train/clip_fraction"], abs=0.05)
         for name in ("train/loss", "train/grad_norm", "train/ratio_std"):
             assert theirs[name] == pytest.approx(ours[name], rel=tolerance, abs=1e-8), name
     assert one.metrics[0]["train/optimizer_steps"] == case.settings.get("num_updates_per_batch", 1)
+
+
+def test_memory_is_that_of_the_worst_rank(outcomes):
+    """Rank 1 of two holds BALLAST bytes more than any other; rank 0 reports it."""
+    one, two = outcomes["full"]
+    for name in ("perf/mem_allocated_gb", "perf/mem_reserved_gb", "perf/mem_peak_gb"):
+        assert two.metrics[0][name] > one.metrics[0][name] + 0.7 * BALLAST / 1e9
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

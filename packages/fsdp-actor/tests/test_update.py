@@ -120,6 +120,72 @@ def test_replay_that_is_not_deterministic_is_refused_before_a_weight_moves(make_
     assert all(torch.equal(p, before[name]) for name, p in weights(actor).items())
 
 
+SERIES = {
+    *("train/loss", "train/ratio_mean", "train/ratio_std", "train/ratio_min", "train/ratio_max"),
+    *("train/clip_fraction", "train/approx_kl", "train/grad_norm", "train/lr"),
+    *("train/optimizer_steps", "train/optimizer_skips", "train/num_microbatches"),
+    *("train/policy_version", "train/weight_sync_failures"),
+    *("perf/mem_allocated_gb", "perf/mem_reserved_gb", "perf/mem_peak_gb"),
+    *("perf/train_transitions_per_s", "perf/train_samples_per_s"),
+}
+"""The actor's part of requirements section 12; the sync's and the checkpoints' own are the trainer's."""
+
+
+def test_an_update_reports_every_series_of_the_actor_and_each_is_what_its_name_says(make_actor, rollout):
+    """Against the ratios themselves, of a second update whose policy has moved."""
+    actor = make_actor(num_updates_per_batch=2, micro_batch_size=2, eps_clip=1e-6)
+    seen = []
+    exact = ReplayStatistics.add
+
+    class Spy(ReplayStatistics):
+        def add(self, loss):
+            seen.append((loss.ratio_BS.flatten().double(), float(loss.loss.detach()), float(loss.clip_fraction)))
+            exact(self, loss)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flowgrpo_fsdp_actor.update.ReplayStatistics", Spy)
+        metrics = actor.update(0, rollout, ADVANTAGES).metrics
+    assert metrics.keys() == SERIES
+    ratio = torch.cat([ratios for ratios, *_ in seen])
+    share = [len(ratios) / 48 for ratios, *_ in seen]
+    assert len(ratio) == 48  # 16 candidates at 3 steps, each once
+    expected = {
+        "train/ratio_mean": ratio.mean(),
+        "train/ratio_std": ratio.std(unbiased=False),
+        "train/ratio_min": ratio.min(),
+        "train/ratio_max": ratio.max(),
+        "train/clip_fraction": sum(clipped * part for (*_, clipped), part in zip(seen, share, strict=True)),
+        "train/approx_kl": (ratio - 1 - ratio.log()).mean(),
+        "train/loss": sum(loss * part for (_, loss, _), part in zip(seen, share, strict=True)),
+        "train/num_microbatches": 8,  # 4 groups in twos
+        "train/optimizer_steps": 2,
+        "train/optimizer_skips": 0,
+        "train/lr": 1e-3,
+        "train/policy_version": 1,
+        "train/weight_sync_failures": 0,
+    }
+    assert 0 < expected["train/clip_fraction"] < 1
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(float(value), rel=1e-6, abs=1e-12), name
+    assert metrics["perf/train_transitions_per_s"] == pytest.approx(3 * metrics["perf/train_samples_per_s"])
+    assert 0 < metrics["perf/mem_allocated_gb"] <= metrics["perf/mem_peak_gb"]
+
+
+@pytest.mark.gpu
+def test_gradients_are_accumulated_without_waiting_for_the_device(make_actor, rollout):
+    actor = make_actor(device="cuda", fsdp_param_dtype="bf16")
+    gradients(actor, rollout, 8)  # kernels are compiled and constants moved
+    replay = actor._replay(rollout, ADVANTAGES)
+    forwards = join_forwards(actor._plan(4, 4, num_updates=1)[0], replay.shapes, 8)
+    statistics = ReplayStatistics()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        accumulate_gradients(actor._policy, replay, forwards, None, actor.config, statistics)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert statistics.reduced()["train/ratio_max"] == 1.0
+
+
 def test_an_update_raises_the_log_prob_of_good_candidates_over_bad_ones(make_actor, rollout):
     actor = make_actor(lr=1e-4)
     before = mean_logp(actor, rollout)
