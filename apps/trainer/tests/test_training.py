@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -109,14 +111,30 @@ def without_evaluation(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in rows]
 
 
+TWO_RANKS = [
+    *("--resource", '{"actor": [1, 2], "rollout": [1, 2]}', "--fsdp-trainable-mode", "full", "--lora-rank", "0"),
+    *("--no-lora-adapter-mode", "--lr", "1e-5"),
+]
+
+
 def test_two_ranks_with_an_engine_each_train_and_publish_full_weights(tmp_path):
-    words = ["--resource", '{"actor": [1, 2], "rollout": [1, 2]}', "--fsdp-trainable-mode", "full", "--lora-rank", "0"]
-    run = short_run(tmp_path / "full", *words, "--no-lora-adapter-mode", "--lr", "1e-5", "--num-rollouts", "1")
+    run = short_run(tmp_path / "full", *TWO_RANKS, "--num-rollouts", "1")
     (metrics,) = curves(run)
     assert metrics["train/optimizer_steps"] == 2
     assert metrics["train/policy_version"] == 1.0
     assert metrics["train/weight_sync_tensors"] > 50
     assert math.isfinite(metrics["train/grad_norm"])
+
+
+@pytest.mark.skipif("FLOWGRPO_TEST_LONG" not in os.environ, reason="two more runs; set FLOWGRPO_TEST_LONG")
+def test_two_ranks_that_resume_repeat_the_run_that_went_on_bit_for_bit(tmp_path):
+    """As the actor's test_lives, through the whole trainer: a run of two rollouts, and one from its first checkpoint."""
+    whole = short_run(tmp_path / "whole", *TWO_RANKS, "--save", str(tmp_path / "save"), "--save-interval", "1")
+    first = "t2i/iter_0000000"
+    shutil.copytree(tmp_path / "save" / first, tmp_path / "killed" / first)
+    resumed = short_run(tmp_path / "resumed", *TWO_RANKS, "--load", str(tmp_path / "killed"))
+    assert len(curves(whole)) == 2
+    assert curves(resumed) == curves(whole)
 
 
 SGLANG = ["--rollout-engine-class-path", "flowgrpo_rollout_sglang.engine.SGLangNativeGenerationEngine"]
