@@ -128,7 +128,7 @@ def test_two_ranks_with_an_engine_each_train_and_publish_full_weights(tmp_path):
 
 @pytest.mark.skipif("FLOWGRPO_TEST_LONG" not in os.environ, reason="two more runs; set FLOWGRPO_TEST_LONG")
 def test_two_ranks_that_resume_repeat_the_run_that_went_on_bit_for_bit(tmp_path):
-    """As the actor's test_lives, through the whole trainer: a run of two rollouts, and one from its first checkpoint."""
+    """As the actor's test_lives, through the whole trainer: two rollouts, and a run from the first checkpoint."""
     whole = short_run(tmp_path / "whole", *TWO_RANKS, "--save", str(tmp_path / "save"), "--save-interval", "1")
     first = "t2i/iter_0000000"
     shutil.copytree(tmp_path / "save" / first, tmp_path / "killed" / first)
