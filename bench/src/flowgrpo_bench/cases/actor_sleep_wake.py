@@ -42,7 +42,9 @@ def setup(device: str, *, layers: int, hidden: int, what: str) -> Workload:
         sleep()
         print(f"  first sleep {time.perf_counter() - started:.2f} s")
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors.values())
-        assert device == "cpu" or _free_bytes(device) - free > 0.999 * total, "asleep, it still holds memory"
+        freed = _free_bytes(device) - free
+        # The GPU's page tables of the pinned memory are 0.2 % of it.
+        assert device == "cpu" or freed > 0.995 * total, f"asleep, it has given back {freed} of {total} bytes"
         memory.wake()
         assert checksum(tensors.items()) == before, "other bits came back"
 

@@ -65,20 +65,18 @@ class JointAttention:
     ) -> tuple[Tensor, Tensor]:
         L = encoder_hidden_states.shape[1]
         image_table, text_table = image_rotary_emb
-        image_q, image_k, image_v = _heads(hidden_states, (attn.to_q, attn.to_k, attn.to_v), attn.heads)
-        text_q, text_k, text_v = _heads(
-            encoder_hidden_states, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), attn.heads
-        )
+        image = _linear(hidden_states, attn.to_q, attn.to_k, attn.to_v)
+        text = _linear(encoder_hidden_states, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        image_q, image_k, image_v = (x.unflatten(-1, (attn.heads, -1)) for x in image)
+        text_q, text_k, text_v = (x.unflatten(-1, (attn.heads, -1)) for x in text)
         q = [rotated(attn.norm_added_q(text_q), text_table), rotated(attn.norm_q(image_q), image_table)]
         k = [rotated(attn.norm_added_k(text_k), text_table), rotated(attn.norm_k(image_k), image_table)]
         q_BHTD, k_BHTD, v_BHTD = (torch.cat(pair, dim=1).transpose(1, 2) for pair in (q, k, [text_v, image_v]))
         mask = None if attention_mask is None else attention_mask[:, None, None]
-        out = (
-            nn.functional.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, attn_mask=mask)
-            .transpose(1, 2)
-            .flatten(2)
-        )
-        return attn.to_out[0](out[:, L:]), attn.to_add_out(out[:, :L])
+        out_BHTD = nn.functional.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, attn_mask=mask)
+        out = out_BHTD.transpose(1, 2).flatten(2)
+        (image_out,), (text_out,) = _linear(out[:, L:], attn.to_out[0]), _linear(out[:, :L], attn.to_add_out)
+        return image_out, text_out
 
 
 def rotated(x_BTHD: Tensor, table: Tensor) -> Tensor:
@@ -89,14 +87,17 @@ def rotated(x_BTHD: Tensor, table: Tensor) -> Tensor:
     return (x * own + swapped * neighbour).to(x_BTHD.dtype)
 
 
-def _heads(x_BTE: Tensor, layers: Sequence[nn.Module], heads: int) -> list[Tensor]:
-    """The outputs of linear layers over one input, [B, T, H, D]; their adapters' first factors in one product."""
-    if all(hasattr(layer, "lora_A") for layer in layers):
-        low = nn.functional.linear(x_BTE, torch.cat([layer.lora_A[ADAPTER].weight for layer in layers]).to(x_BTE.dtype))
-        outputs = [
-            layer.base_layer(x_BTE) + layer.lora_B[ADAPTER](part) * layer.scaling[ADAPTER]
-            for layer, part in zip(layers, low.chunk(len(layers), dim=-1), strict=True)
-        ]
-    else:
-        outputs = [layer(x_BTE) for layer in layers]
-    return [output.unflatten(-1, (heads, -1)) for output in outputs]
+def _linear(x_BTE: Tensor, *layers: nn.Module) -> list[Tensor]:
+    """The outputs of linear layers over one input; the first factors of their adapters in one product.
+
+    lora_alpha / lora_rank scales the narrow product between the factors: then the backward needs no scaled copy of
+    the gradient of a whole output.
+    """
+    if not all(hasattr(layer, "lora_A") for layer in layers):
+        return [layer(x_BTE) for layer in layers]
+    first = torch.cat([layer.lora_A[ADAPTER].weight for layer in layers]).to(x_BTE.dtype)
+    low = nn.functional.linear(x_BTE, first).chunk(len(layers), dim=-1)
+    return [
+        layer.base_layer(x_BTE) + layer.lora_B[ADAPTER](part * layer.scaling[ADAPTER])
+        for layer, part in zip(layers, low, strict=True)
+    ]
