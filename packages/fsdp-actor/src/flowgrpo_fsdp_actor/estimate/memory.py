@@ -96,14 +96,19 @@ class MemoryModel:
     # ------------------------------------------------------------------ the actor at rest
 
     @property
+    def trained_here(self) -> float:
+        """Trained elements of one rank: its shard of a whole model; adapters are whole on every rank (`sharding`)."""
+        return self.trained / (1 if self.config.is_lora else self.run.world_size)
+
+    @property
     def weights(self) -> float:
-        """This rank's shard of the frozen weights in the compute dtype, of the trained ones in the master dtype."""
-        return (self.frozen * self._compute + self.trained * self._master) / self.run.world_size
+        """This rank's shard of the frozen weights in the compute dtype, and its trained ones in the master dtype."""
+        return self.frozen * self._compute / self.run.world_size + self.trained_here * self._master
 
     @property
     def moments(self) -> float:
         """AdamW's two, in the master dtype."""
-        return 2.0 * self.trained * self._master / self.run.world_size
+        return 2.0 * self.trained_here * self._master
 
     @property
     def on_card(self) -> tuple[float, float]:
@@ -112,24 +117,28 @@ class MemoryModel:
 
     @property
     def gradients(self) -> float:
-        """Of one update: full training reduces them block by block; LoRA keeps them whole until the last backward."""
-        if self.config.fsdp_cpu_offload:
-            return 0.0
-        whole = self.config.is_lora and self.run.world_size > 1
-        return self.trained * self._master / (1 if whole else self.run.world_size)
+        """Of one update, in the master dtype; a whole model's are reduced to shards block by block."""
+        return 0.0 if self.config.fsdp_cpu_offload else self.trained_here * self._master
 
     @property
     def gathered(self) -> float:
         """What FSDP2 holds in the compute dtype beside the shards, while a model runs."""
-        if not (self.sharded or self.config.master_dtype != self.config.fsdp_param_dtype):
+        config, net = self.config, self.model.transformer
+        lone = config.master_dtype != config.fsdp_param_dtype and not config.is_lora
+        if not (self.sharded or lone):
             return 0.0
-        net = self.model.transformer
-        per_rank = self.frozen if self.sharded else 0  # one rank's frozen base is not FSDP's
-        moved = (per_rank + self.trained) * self._compute
-        if self.sharded and not self.config.fsdp_reshard_after_forward:
-            return float(moved)
-        reduced = 0.0 if self.config.is_lora else net.block_parameters * DTYPE_BYTES[self.config.fsdp_reduce_dtype]
-        return moved * min(1.0, GATHERED_BLOCKS / net.blocks) + reduced
+        whole = float(net.parameters * self._compute)
+        if self.sharded and not config.fsdp_reshard_after_forward:
+            return whole
+        reduced = 0.0 if config.is_lora else net.block_parameters * DTYPE_BYTES[config.fsdp_reduce_dtype]
+        return whole * min(1.0, GATHERED_BLOCKS / net.blocks) + reduced
+
+    def cast_adapters(self, recomputed: int) -> float:
+        """A and B in the compute dtype, which blocks that keep their activations keep too (`lora.Factor`)."""
+        if not self.config.is_lora or self.config.master_dtype == self.config.fsdp_param_dtype:
+            return 0.0
+        blocks = self.model.transformer.blocks
+        return self.trained * self._compute * max(1, blocks - recomputed) / blocks
 
     # ------------------------------------------------------------------ replay
 
@@ -164,6 +173,7 @@ class MemoryModel:
             "actor weights": weights,
             "AdamW": moments,
             "gathered blocks": self.gathered,
+            "cast adapters": self.cast_adapters(recomputed),
             "gradients": gradients,
             "activations": activations,
         }
@@ -244,11 +254,14 @@ class MemoryModel:
         return [Phase(phase.name, {name: b for name, b in phase.parts.items() if b > 0}) for phase in phases]
 
     def _sync_gather(self) -> float:
-        """What a sync holds beside its buckets: two chunks on their way, and the tensors of the bucket being packed."""
-        if not self.sharded:
+        """What a sync holds beside its buckets: two chunks on their way, and the tensors of the bucket being packed.
+
+        An adapter is sent from where it is: every rank has it whole.
+        """
+        if not self.sharded or self.config.lora_adapter_mode:
             return 0.0
-        sent = self.adapter_elements if self.config.lora_adapter_mode else self.model.transformer.parameters
-        return min(2.0 * SYNC_CHUNK_BYTES + self.run.bucket_mb * (1 << 20), 2.0 * sent * self._compute)
+        sent = self.model.transformer.parameters * self._compute
+        return min(2.0 * SYNC_CHUNK_BYTES + self.run.bucket_mb * (1 << 20), 2.0 * sent)
 
     def host_bytes(self) -> float:
         """Host memory that one card's sleepers take: what leaves the card lies there."""
@@ -257,4 +270,4 @@ class MemoryModel:
 
     def gathered_gb(self) -> float:
         """What one pass over the model gathers from the other ranks, in 1e9 bytes."""
-        return (self.frozen + self.trained) * self._compute / GB if self.sharded else 0.0
+        return self.model.transformer.parameters * self._compute / GB if self.sharded else 0.0

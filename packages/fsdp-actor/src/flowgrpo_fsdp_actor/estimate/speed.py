@@ -11,6 +11,7 @@ checkpoints, start-up, compilation, and what FSDP2 copies on one card for master
 
 from math import ceil, hypot
 
+from flowgrpo_fsdp_actor.estimate.architecture import DTYPE_BYTES
 from flowgrpo_fsdp_actor.estimate.cards import COMPILED, EAGER, GB, H200, Pace
 from flowgrpo_fsdp_actor.estimate.memory import MemoryModel
 
@@ -65,13 +66,13 @@ def gather_seconds(memory: MemoryModel) -> float:
 
 def rollout_seconds(memory: MemoryModel) -> dict[str, float]:
     """Seconds of each part of one rollout, on the card that has most to do."""
-    config, run = memory.config, memory.run
+    config = memory.config
     rows, (join, recomputed) = memory.rows_of_update(), memory.join()
     per_update = ceil(rows / join)
     replay = config.num_updates_per_batch * per_update * replay_seconds(memory, join, recomputed)
     anchored = config.num_updates_per_batch - (0 if config.fsdp_debug_fingerprint else 1)
     anchors = anchored * per_update * anchor_seconds(memory, join)
-    moved = memory.trained * 7.0 * (2 if config.master_dtype == "bf16" else 4) / run.world_size  # 4 read, 3 written
+    moved = memory.trained_here * 7.0 * DTYPE_BYTES[config.master_dtype]  # 4 read, 3 written
     return {
         "sampling": _sampling(memory),
         "decoding": _decoding(memory),
@@ -107,7 +108,7 @@ def _sleeping(memory: MemoryModel) -> float:
     run, card = memory.run, memory.card
     seconds = 0.0
     if run.offload_train:
-        trained = memory.trained * 3.0 * (2 if memory.config.master_dtype == "bf16" else 4) / run.world_size
+        trained = memory.trained_here * 3.0 * DTYPE_BYTES[memory.config.master_dtype]
         seconds += (memory.weights + memory.moments) / card.host_to_device + trained / card.device_to_host
     if run.offload_rollout:
         transformer, frozen = memory.engine_transformer, memory.engine_frozen
