@@ -25,6 +25,7 @@ from flowgrpo_trainer.wiring import actor_config
 
 DOES_NOT_FIT = 3
 ENGINES = {"DiffusersEngine": DIFFUSERS, "SGLangNativeGenerationEngine": SGLANG}
+OTHER_CARDS = (1, 2, 4, 8, 16, 32)
 NOT_COUNTED = "Seconds leave out scoring, text encoding, files, checkpoints and start-up."
 
 
@@ -33,12 +34,15 @@ def plan(words: Sequence[str]) -> int:
     flags, rest = _flags().parse_known_args(list(words))
     settings, recipe = parse(rest)
     validate_for_plan(settings)
-    estimate = estimate_settings(settings, CARDS[flags.plan_gpu], text_tokens=flags.plan_text_tokens)
-    notes = assumptions(settings, CARDS[flags.plan_gpu], flags.plan_text_tokens)
+    card = CARDS[flags.plan_gpu]
+    estimate = estimate_settings(settings, card, text_tokens=flags.plan_text_tokens)
+    others = [estimate_settings(settings, card, text_tokens=flags.plan_text_tokens, cards=n) for n in OTHER_CARDS]
+    notes = assumptions(settings, card, flags.plan_text_tokens)
     if flags.json:
-        print(json.dumps({"recipe": recipe} | estimate.as_json() | {"notes": notes}, indent=2))
+        by_cards = {str(other.world_size): _briefly(other) for other in others}
+        print(json.dumps({"recipe": recipe} | estimate.as_json() | {"by_cards": by_cards, "notes": notes}, indent=2))
     else:
-        show(estimate, settings, recipe, notes, Console())
+        show(estimate, others, settings, recipe, notes, Console())
     return 0 if estimate.fits else DOES_NOT_FIT
 
 
@@ -55,12 +59,15 @@ def _flags() -> argparse.ArgumentParser:
     return parser
 
 
-def estimate_settings(settings: Settings, card: Card, *, text_tokens: int) -> Estimate:
-    """The estimate of a run's settings. Raises ConfigError for a model folder that it cannot read."""
+def estimate_settings(settings: Settings, card: Card, *, text_tokens: int, cards: int | None = None) -> Estimate:
+    """The estimate of a run's settings, on their number of cards or on `cards`.
+
+    Raises ConfigError for a model folder that it cannot read.
+    """
     rollout = settings.rollout
     config = _with_targets(actor_config(settings, device="cuda"), settings)
     run = RunShape(
-        world_size=settings.world_size("actor"),
+        world_size=cards or settings.world_size("actor"),
         groups=rollout.rollout_batch_size,
         trained_steps=len(rollout.sampling_config.sde_steps(0)),
         text_tokens=text_tokens,
@@ -97,6 +104,8 @@ def _with_targets(config: ActorConfig, settings: Settings) -> ActorConfig:
 def assumptions(settings: Settings, card: Card, text_tokens: int) -> list[str]:
     """What the numbers rest on beyond the recipe, in sentences."""
     notes = [f"Every prompt is taken to have {text_tokens} tokens (--plan-text-tokens).", NOT_COUNTED]
+    if any(settings.rollout.n_samples_per_prompt % cards for cards in OTHER_CARDS):
+        notes.append("Where the cards do not divide --n-samples-per-prompt, every rank replays whole groups.")
     if not card.measured:
         notes.append(f"{card.name}: data-sheet rates times the share of its own that an H200 reaches; nothing was run.")
     if settings.run.resource["actor"][0] > 1:
@@ -110,8 +119,24 @@ def assumptions(settings: Settings, card: Card, text_tokens: int) -> list[str]:
     return notes
 
 
-def show(estimate: Estimate, settings: Settings, recipe: str, notes: Sequence[str], console: Console) -> None:
-    """One page: the phases, the seconds, the verdict, what to change."""
+def _briefly(estimate: Estimate) -> dict[str, float | str | bool]:
+    return {
+        "fits": estimate.fits,
+        "worst_phase": estimate.worst.name,
+        "peak_gib": estimate.worst.total / GIB,
+        "seconds": sum(estimate.seconds.values()),
+    }
+
+
+def show(
+    estimate: Estimate,
+    others: Sequence[Estimate],
+    settings: Settings,
+    recipe: str,
+    notes: Sequence[str],
+    console: Console,
+) -> None:
+    """One page: the phases, the seconds, other numbers of cards, the verdict, what to change."""
     card, cards = estimate.card, estimate.world_size
     trained = f"LoRA {settings.lora.lora_rank}, " if settings.lora.lora_rank else ""
     console.print(
@@ -128,6 +153,7 @@ def show(estimate: Estimate, settings: Settings, recipe: str, notes: Sequence[st
         f"Host memory for what sleeps: {estimate.host_bytes / GIB:.0f} GiB a card.",
         highlight=False,
     )
+    console.print(_cards_table(others))
     for note in notes:
         console.print(f"[dim]{note}[/dim]", highlight=False)
     console.print(_verdict(estimate))
@@ -156,6 +182,18 @@ def _seconds_table(estimate: Estimate) -> Table:
     table.add_column("a rollout", justify="right", style="bold")
     total = sum(estimate.seconds.values())
     table.add_row(*(f"{seconds:.2f} s" for _, seconds in parts), f"{total:.2f} s")
+    return table
+
+
+def _cards_table(others: Sequence[Estimate]) -> Table:
+    """The same recipe, the same work in a rollout, on other numbers of cards."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("cards")
+    for other in others:
+        table.add_column(str(other.world_size), justify="right")
+    worst = [Text(f"{o.worst.total / GIB:.0f}", style="" if o.fits else "red") for o in others]
+    table.add_row("largest phase, GiB a card", *worst)
+    table.add_row("a rollout, s", *(f"{sum(o.seconds.values()):.1f}" for o in others))
     return table
 
 
