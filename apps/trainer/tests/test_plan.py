@@ -45,7 +45,7 @@ def test_the_recipes_fit_their_eight_cards(environment, capsys, recipe):
     assert found["seconds"]["total"] > found["seconds"]["replay"] > 0
     eight = found["by_cards"]["8"]
     assert eight["peak_gib"] == max(found["peak_gib"].values())
-    assert found["by_cards"]["16"]["peak_gib"] <= eight["peak_gib"] < found["by_cards"]["1"]["peak_gib"]
+    assert eight["peak_gib"] < found["by_cards"]["1"]["peak_gib"]
     assert eight["seconds"] == found["seconds"]["total"] < found["by_cards"]["4"]["seconds"]
     # T7: eight candidates cannot be dealt out to sixteen ranks, so each replays them all; said in a note.
     assert found["by_cards"]["16"]["seconds"] > eight["seconds"]
