@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-CHUNK_BYTES = 512 * 2**20
+CHUNK_BYTES = 2**30
 """Bytes of whole tensors in one gather; two chunks are alive at a time, beside what the caller holds."""
 
 

@@ -16,7 +16,7 @@ AUTO_MEMORY_SHARE = 0.85
 """Of the free memory that an automatic `replay_join` fills: `join.MEMORY_SHARE`, which a test holds equal."""
 AUTO_TOKENS = 8192
 """What fills a GPU, so that fewer rows make blocks recompute: `join.CUDA_TOKENS`, which a test holds equal."""
-SYNC_CHUNK_BYTES = 512 << 20
+SYNC_CHUNK_BYTES = 1 << 30
 """Of whole tensors in one gather for the sync: `gather.CHUNK_BYTES`, which a test holds equal."""
 GATHERED_BLOCKS = 3
 """Blocks that FSDP2 holds whole at a time: the one that computes, the one that is prefetched, and its copy out."""
