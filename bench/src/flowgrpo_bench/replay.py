@@ -55,7 +55,6 @@ class ReplayWork:
             fsdp_master_dtype="fp32",
             n_samples_per_prompt=CANDIDATES,
             device=device,
-            replay_compile=device == "cuda",  # on a CPU it would take a minute, and not be what runs there
             **settings,
         )
         self.actor = FsdpActor(self.config, rank, world)

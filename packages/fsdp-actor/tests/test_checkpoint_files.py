@@ -58,6 +58,7 @@ def process_group():
 def make_actor(model_folder):
     def make(**settings):
         common = {"fsdp_param_dtype": "fp32", "lr": 1e-3, "eps_clip": 1e-3, "n_samples_per_prompt": 4}
+        common |= {"replay_compile": False}
         return FsdpActor(ActorConfig(model_path=str(model_folder), sampling=SAMPLING, **(common | settings)), 0, 1)
 
     return make

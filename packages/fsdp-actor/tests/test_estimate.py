@@ -60,7 +60,8 @@ SPEED_WAS_FITTED_TO = {(1, False, False), (16, False, False), (1, False, True), 
 
 
 def memory_of(*, world_size=1, **settings):
-    config = ActorConfig(**({"model_path": "", "sampling": SAMPLING, "device": "cuda"} | LORA | settings))
+    eager = {"replay_compile": False}  # as most of what was measured
+    config = ActorConfig(**({"model_path": "", "sampling": SAMPLING, "device": "cuda"} | eager | LORA | settings))
     return MemoryModel(QWEN_IMAGE, config, RunShape(world_size=world_size), H200)
 
 
@@ -281,6 +282,7 @@ RECIPE = RunShape(world_size=1, groups=8, trained_steps=3, bucket_mb=2048, coloc
 
 def estimate(run=RECIPE, card=H200, **settings):
     common = {"model_path": "", "sampling": SAMPLING, "device": "cuda", "n_samples_per_prompt": 8}
+    common |= {"replay_compile": False}
     return estimate_run(QWEN_IMAGE, ActorConfig(**(common | settings)), run, card)
 
 

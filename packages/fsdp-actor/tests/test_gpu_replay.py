@@ -34,7 +34,6 @@ def make_actor(tmp_path_factory):
             "fsdp_master_dtype": "fp32",
             "n_samples_per_prompt": 4,
             "lr": 1e-3,
-            "replay_compile": True,
         }
         actor = FsdpActor(ActorConfig(**(common | LORA | settings)), 0, 1)
         for name, parameter in actor._policy.module.named_parameters():

@@ -23,6 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)]
 
 def config_of(mode, device, model_folder):
     common = {"fsdp_param_dtype": "fp32", "lr": 1e-3, "eps_clip": 1e-3, "lr_warmup_iters": 6, "replay_join": 6}
+    common |= {"replay_compile": False}  # on a GPU: a minute for each shape, and held to in test_gpu_replay
     return ActorConfig(
         model_path=str(model_folder),
         sampling=SAMPLING,

@@ -37,6 +37,7 @@ def actor(model_folder):
 
 def make_actor(folder, **settings):
     common = {"fsdp_param_dtype": "fp32", "n_samples_per_prompt": 2, "sampling": SAMPLING}
+    common |= {"replay_compile": False}
     return FsdpActor(ActorConfig(model_path=str(folder), **(common | LORA | settings)), 0, 1)
 
 

@@ -44,6 +44,7 @@ class Outcome:
 
 def config_of(case: Case, folder: Path, sampling: Any) -> ActorConfig:
     common = {"fsdp_param_dtype": "fp32", "lr": 1e-3, "eps_clip": 1e-3, "replay_join": 6, "clip_grad": 0.01}
+    common |= {"replay_compile": False}  # on a GPU: a minute for each shape, and held to in test_gpu_replay
     return ActorConfig(
         model_path=str(folder),
         sampling=sampling,

@@ -173,8 +173,8 @@ class AlgorithmSettings:
     """Candidates of a group that one micro-batch holds, where it divides; 0 is all of a rank's share."""
     replay_join: int | None = None
     """Transitions (a candidate at a step) joined in one replay forward; none chooses."""
-    replay_compile: bool = False
-    """Compile the repeated transformer blocks."""
+    replay_compile: bool = True
+    """On CUDA, compile the repeated transformer blocks, once for each shape; a CPU never does."""
     kl_coef: float = 0.0
     """Refused unless 0: there is no reference model."""
     use_kl_loss: bool = False

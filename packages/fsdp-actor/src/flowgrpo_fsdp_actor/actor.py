@@ -154,7 +154,7 @@ class FsdpActor:
             advantages_GN,
             self.config.sampling,
             self._device,
-            compiled=self.config.replay_compile,
+            compiled=self.config.compiles,
         )
 
     def _report(self, metrics: dict[str, float]) -> UpdateReport:

@@ -91,8 +91,8 @@ class ActorConfig:
     """Candidates of a prompt group."""
     replay_join: int | None = None
     """Transitions (a candidate at a step) in one forward, over steps, candidates and groups; None chooses."""
-    replay_compile: bool = False
-    """Compile the repeated transformer blocks with torch.compile."""
+    replay_compile: bool = True
+    """On CUDA, compile the repeated transformer blocks with torch.compile, once for each shape; a CPU never does."""
 
     seed: int = 0
     """Seed of the adapters' initial weights."""
@@ -103,6 +103,11 @@ class ActorConfig:
     def master_dtype(self) -> ParamDtype:
         """Dtype in which the trainable weights are stored."""
         return self.fsdp_master_dtype or self.fsdp_param_dtype
+
+    @property
+    def compiles(self) -> bool:
+        """Whether replay runs compiled blocks."""
+        return self.replay_compile and self.device == "cuda"
 
     @property
     def is_lora(self) -> bool:

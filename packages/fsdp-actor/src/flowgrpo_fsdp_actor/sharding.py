@@ -38,7 +38,7 @@ def build_policy(
     model.module.to_empty(device="cpu" if config.fsdp_cpu_offload else config.device)
     _load_in_waves(config, model, rank, world_size)
     model.module.train()
-    if config.replay_compile:
+    if config.compiles:
         _compile(model)
     blocks = make_recomputable(model.module, model.blocks)
     if config.fsdp_activation_checkpointing:

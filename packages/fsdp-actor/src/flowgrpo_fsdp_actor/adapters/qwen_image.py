@@ -86,7 +86,7 @@ class QwenImageAdapter:
         # The rotary tables are plain attributes, so no weight file fills them: make them again, for real.
         rope = module.pos_embed
         module.pos_embed = type(rope)(theta=rope.theta, axes_dim=rope.axes_dim, scale_rope=rope.scale_rope)
-        if config.replay_compile:
+        if config.compiles:
             prepare_for_compile(module)
         blocks = [f"transformer_blocks.{i}" for i in range(len(module.transformer_blocks))]
         return TrainModel(module=module, blocks=blocks, read_weight=SafetensorsFolder(folder).read)
