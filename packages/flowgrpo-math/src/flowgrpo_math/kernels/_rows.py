@@ -22,6 +22,8 @@ CHUNK = 8192
 BLOCK = 2048
 """Elements that a program adds at a time; divides CHUNK, and as fixed as it is."""
 WARPS = 8
+MAX_REGISTERS = 40
+"""Of a thread of the forward log-prob: with 40, six programs fit a multiprocessor of an H200; with 41, five."""
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _MAX_SPAN = 2**31 - 1  # column offsets inside a row are 32-bit
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -163,6 +163,7 @@ def _forward(x: Tensor, velocity: Tensor, x_next: Tensor, x_scale: Tensor, v_sca
             BLOCK=_rows.BLOCK,
             REDUCE=_rows.reduce_width(chunks),
             num_warps=_rows.WARPS,
+            maxnreg=_rows.MAX_REGISTERS,
         )
     return logp_B
 
