@@ -55,6 +55,7 @@ class ReplayWork:
             fsdp_master_dtype="fp32",
             n_samples_per_prompt=CANDIDATES,
             device=device,
+            replay_join=CANDIDATES * steps * len(texts) // world,  # all in one forward
             **settings,
         )
         self.actor = FsdpActor(self.config, rank, world)
@@ -95,9 +96,9 @@ class ReplayWork:
         with torch.set_grad_enabled(grad):
             return torch.cat([self.replay.logp(module, self.replay.batch(r)).detach() for r in self.forwards(join)])
 
-    def parity(self, join: int) -> float:
-        """Largest |ratio - 1| against the log-probs of the eager model that drew the rollout."""
-        return max(self.actor.replay_parity(self.rollout, join=join).values())
+    def parity(self) -> float:
+        """Largest |ratio - 1| against the log-probs of the eager model that drew the rollout, all rows in one forward."""
+        return max(self.actor.replay_parity(self.rollout).values())
 
 
 @torch.no_grad()
@@ -220,7 +221,7 @@ class FsdpReplay:
         with torch.compiler.set_stance("force_eager"):
             apart = (anchors - work.log_probs(self._rows, self._plain.module)).abs().max()
         same = torch.equal(anchors, work.log_probs(self._rows, grad=True))
-        return same, float(apart), work.parity(self._rows)
+        return same, float(apart), work.parity()
 
     def peak_gb(self, command: str) -> float:
         """Of one more call of that command."""

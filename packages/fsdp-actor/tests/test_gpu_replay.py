@@ -68,7 +68,7 @@ def gradients(actor, rollout, rows):
 @pytest.mark.parametrize("rows", [8, 24])
 def test_compiled_joined_and_padded_replay_gives_the_log_probs_of_the_eager_engine(make_actor, rollout, rows):
     """In bf16. An eps_clip of 1e-4 is of this size: it is the parity gate's bound, not the ratio's, which is exact."""
-    worst = max(make_actor().replay_parity(rollout, join=rows).values())
+    worst = max(make_actor(replay_join=rows).replay_parity(rollout).values())
     print(f"|ratio - 1| {worst:.1e} at {rows} rows")
     assert worst < 2e-3
 

@@ -18,7 +18,7 @@ def setup(device: str, *, model: Mapping[str, Any], side: int, texts: Sequence[i
 
     from flowgrpo_bench.replay import ReplayWork
 
-    work = ReplayWork(device, model, texts, side=side, steps=steps, replay_join=16, lr=1e-6)
+    work = ReplayWork(device, model, texts, side=side, steps=steps, lr=1e-6)
     plain = QwenImageTransformer2DModel.from_config(dict(work.policy.module.config)).to(device)
     trainable = list(plain.parameters())
     rival = Policy(plain, trainable, make_adamw(work.config, trainable), [])

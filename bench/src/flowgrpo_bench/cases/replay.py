@@ -36,7 +36,7 @@ def setup(
         assert torch.equal(anchors, work.log_probs(rows, grad=True)), "an anchor is not its own forward"
         apart = float((anchors - work.log_probs(1, plain.module)).abs().max())
         assert apart < LOG_PROB_ATOL, f"{apart} nats from plain diffusers, one at a time"
-        print(f"  from plain diffusers one at a time {apart:.1e} nats, from the eager rollout {work.parity(rows):.1e}")
+        print(f"  from plain diffusers one at a time {apart:.1e} nats, from the eager rollout {work.parity():.1e}")
 
     if not train:
         rivals = {"diffusers": lambda: work.log_probs(rows, plain.module)}
