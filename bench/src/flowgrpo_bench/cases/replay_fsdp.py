@@ -16,15 +16,17 @@ def setup(
 ) -> Workload:
     """Two groups of 8 candidates at 2 steps; a rank replays its half of the candidates of each."""
     from flowgrpo_bench.ranks import Ranks
-    from flowgrpo_bench.replay import FsdpReplay
+    from flowgrpo_bench.replay import FsdpReplay, within
 
     ranks = Ranks(WORLD, device, FsdpReplay, model, side, text, rank)
 
     def gate() -> None:
-        same, apart, parity = zip(*ranks.all("check"), strict=True)
+        same, apart, noise, parity = zip(*ranks.all("check"), strict=True)
         assert all(same), "an anchor is not its own forward"
-        assert max(apart) < 1e-3, f"{max(apart)} nats between ours and FSDP2 around plain diffusers"
-        print(f"  from plain diffusers {max(apart):.1e} nats, from the eager rollout {max(parity):.1e}")
+        assert max(apart) <= within(max(noise)), (
+            f"{max(apart)} nats from plain diffusers, whose own noise is {max(noise)}"
+        )
+        print(f"  nats from plain diffusers {max(apart):.1e}, its own noise {max(noise):.1e}; parity {max(parity):.1e}")
         peaks = {name: max(ranks.all("peak_gb", name)) for name in ("train", "kept", "plain")}
         print("  peak GB: " + ", ".join(f"{name} {peak:.0f}" for name, peak in peaks.items()))
 

@@ -83,7 +83,10 @@ def check_device_and_dtype(**tensors: Tensor) -> None:
 def row_coefficients(coefficients: tuple[Tensor, ...], B: int, device: torch.device) -> tuple[Tensor, ...]:
     """Each as [B] float32 on `device`, all of one stride; one number for all rows becomes a view of stride 0."""
     if any(c.device != device or c.dtype != torch.float32 for c in coefficients):
-        coefficients = tuple(torch.stack(coefficients).to(device=device, dtype=torch.float32))
+        packed = torch.stack(coefficients).to(torch.float32)
+        if device.type == "cuda" and not packed.is_cuda:
+            packed = packed.pin_memory()  # a copy from pageable memory would wait for all that the stream has to do
+        coefficients = tuple(packed.to(device, non_blocking=True))
     if coefficients[0].shape[0] != B:
         coefficients = tuple(c.expand(B) for c in coefficients)
     if any(c.stride(0) != coefficients[0].stride(0) for c in coefficients):
