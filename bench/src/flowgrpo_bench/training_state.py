@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree
 from flowgrpo_fsdp_actor.distributed import init_lone_process_group
 from torch import Tensor
@@ -22,6 +23,7 @@ class TrainingState:
     """
 
     def __init__(self, device: str, layers: int, hidden: int, lora_rank: int):
+        made_group = not dist.is_initialized()
         init_lone_process_group(device)
         shapes = qwen_image_lora_shapes(layers, hidden, lora_rank) if lora_rank else qwen_image_shapes(layers, hidden)
         dtype = torch.float32 if lora_rank else torch.bfloat16
@@ -41,7 +43,7 @@ class TrainingState:
         self.lr_scheduler_steps = 0
         self.folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=os.environ.get("BENCH_DISK", ".")))
         self.tree = CheckpointTree(self.folder, "t2i")
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        weakref.finalize(self, _end, self.folder, made_group)
 
     @property
     def nbytes(self) -> int:
@@ -69,3 +71,9 @@ class TrainingState:
         moments = self._state["optimizer"]
         kinds = [(n, t) for n, t in moments.items() if not n.endswith(".step")]
         return [checksum(self._state["model"].items()), checksum(kinds)]
+
+
+def _end(folder: Path, made_group: bool) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if made_group and dist.is_initialized():
+        dist.destroy_process_group()
