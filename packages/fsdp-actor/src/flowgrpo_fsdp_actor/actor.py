@@ -118,18 +118,14 @@ class FsdpActor:
         """Largest |ratio - 1| of replay against the engine's own log-prob, by trained step index. Moves nothing.
 
         `join` is as `replay_join`; the engine's own batch (its candidates per forward) is the closest. Compiled replay
-        is checked in the very forwards that train, whatever `join`: others would be compiled for the check alone.
+        is checked compiled: other sizes of a forward than the training's cost a compilation each.
         """
         self._must_be_awake("replay_parity")
-        config = self.config
         with agree("preparing the parity check"):
             replay = self._replay(sidecars, None)
-            updates = config.num_updates_per_batch if config.compiles else 1
-            plan = self._plan(*replay.groups_and_candidates, num_updates=updates)
+            plan = self._plan(*replay.groups_and_candidates, num_updates=1)
         with fail_together(PARITY):
-            if config.compiles:
-                join = self._join = self._join or choose_join(self._policy, replay, plan, config)
-            return replay.parity(self._policy.module, plan, join or config.replay_join or PARITY_JOIN)
+            return replay.parity(self._policy.module, plan[0], join or self.config.replay_join or PARITY_JOIN)
 
     def _plan(self, num_groups: int, group_size: int, *, num_updates: int) -> tuple[tuple[MicroBatch, ...], ...]:
         return plan_updates(

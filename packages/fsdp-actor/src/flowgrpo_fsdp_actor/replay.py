@@ -138,10 +138,10 @@ class Replay:
         packed = self._groups[group]
         return packed.x_NSPC.shape[2] + packed.prompt_embeds_LE.shape[0]
 
-    def parity(self, policy: nn.Module, plan: Sequence[Sequence[MicroBatch]], join: int) -> dict[int, float]:
+    def parity(self, policy: nn.Module, micro_batches: Sequence[MicroBatch], join: int) -> dict[int, float]:
         """Largest |ratio - 1| over the ranks of replay against the engine's log-probs, by trained step index."""
         worst: dict[int, float] = {k: 0.0 for group in self._groups for k in group.step_indices}
-        for rows in (rows for update in plan for rows in join_forwards(update, self.shapes, join)):
+        for rows in join_forwards(micro_batches, self.shapes, join):
             apart = self.score(policy, self.batch(rows)).double().cpu() - self.engine_logp(rows).double()
             for row, ratio_off in zip(rows, torch.expm1(apart).abs().tolist(), strict=True):
                 step = self._groups[row.group].step_indices[row.step]
