@@ -36,6 +36,9 @@ def setup(device: str, *, candidates: int, layers: int, heads: int, side: int, s
             assert answer.status_code == 200, answer.text[:500]
 
     def gate() -> None:
+        assert device == "cpu" or engine.info()["fused_rope"], (
+            "SGLang fell back to its slow kernels: see the server's log"
+        )
         (drawn,) = engine.generate([asked])
         assert drawn.images_NHWC.shape == (candidates, side, side, 3)
         servers.assert_parity(pipe.transformer, drawn)

@@ -138,6 +138,7 @@ class Server:
             "patch": manifest.digest,
             "device": str(sampler.device),
             "dtype": str(sampler.dtype).removeprefix("torch."),
+            "fused_rope": sampler.fused_rope(),
             "vae_dtype": config.vae_precision,
             "vae_scale_factor": sampler.vae_scale_factor,
             "latent_channels": sampler.latent_channels,

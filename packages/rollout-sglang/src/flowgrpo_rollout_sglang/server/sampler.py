@@ -10,7 +10,7 @@ E text width, U stored states, Z latent channels, h x w latent grid.
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -55,6 +55,18 @@ class Sampler:
         self.vae_scale_factor: int = server_args.pipeline_config.get_vae_scale_factor()
         self.latent_channels: int = server_args.pipeline_config.dit_config.arch_config.in_channels // 4
 
+    def fused_rope(self) -> bool | None:
+        """Whether SGLang's fused norm and rotary kernel loads; where it does not, SGLang falls back in silence.
+
+        None where it is not meant to run: on a CPU, in fp32. Compiles it at the first call, as a first request would.
+        """
+        if self.device.type != "cuda" or self.dtype != torch.bfloat16:
+            return None
+        from sglang.jit_kernel.diffusion.qknorm_rope import can_use_fused_inplace_qknorm_rope
+
+        width = self.transformer.transformer_blocks[0].attn.head_dim
+        return can_use_fused_inplace_qknorm_rope(width, width, False, self.dtype)
+
     @torch.no_grad()
     def draw(self, wave: Wave) -> tuple[tuple[float, ...], list[Drawn], dict[str, float]]:
         """The sigmas that were used, one Drawn for each group, and seconds by part.
@@ -75,11 +87,14 @@ class Sampler:
             denoised = time.perf_counter()
             images = self._decode(x_BPC, latent_shape).cpu()
             decode_s += time.perf_counter() - denoised
-            for row, (g, _) in enumerate(batch):
-                parts[g].append((states[row], log_probs[row], images[row]))
+            start = 0
+            for g, run in groupby(batch, key=lambda row: row[0]):  # a group's candidates stand together
+                stop = start + len(list(run))
+                parts[g].append((states[start:stop], log_probs[start:stop], images[start:stop]))
+                start = stop
         drawn = []
         for part, embed in zip(parts, embeds, strict=True):
-            states, log_probs, images = (torch.stack(column) for column in zip(*part, strict=True))
+            states, log_probs, images = part[0] if len(part) == 1 else map(torch.cat, zip(*part, strict=True))
             drawn.append(Drawn(states, log_probs, embed.cpu(), images))
         done = time.perf_counter()
         seconds = {"text_s": encoded - begun, "denoise_s": done - encoded - decode_s, "decode_s": decode_s}
