@@ -139,22 +139,27 @@ def test_two_ranks_that_resume_repeat_the_run_that_went_on_bit_for_bit(tmp_path)
 
 SGLANG = ["--rollout-engine-class-path", "flowgrpo_rollout_sglang.engine.SGLangNativeGenerationEngine"]
 KILLS_SERVER = """
+import os
 import psutil
 from flowgrpo_trainer.rollout import convert_samples_to_train_data
 
 
 def convert(groups, advantages_GN, rollout_id):
-    \"\"\"As the default; between the first rollout and its update the engine's server is killed.\"\"\"
+    \"\"\"As the default; between the first rollout and its update this run's server is killed.\"\"\"
     if rollout_id == 0:
-        (server,) = [
-            child
-            for worker in psutil.process_iter()
-            if "ray::RolloutWorker" in " ".join(worker.cmdline())
-            for child in worker.children()
-            if "flowgrpo_rollout_sglang.server.launch" in child.cmdline()
-        ]
-        server.kill()
+        log = os.path.join(os.path.dirname(__file__), "sglang", "logs", "engine0.sglang.log")
+        writers = [p for p in psutil.process_iter() if any(file.path == log for file in open_files(p))]
+        assert writers
+        for process in writers:
+            process.kill()
     return convert_samples_to_train_data(groups, advantages_GN, rollout_id)
+
+
+def open_files(process):
+    try:
+        return process.open_files()
+    except psutil.Error:
+        return []
 """
 
 

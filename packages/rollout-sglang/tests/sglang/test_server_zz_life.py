@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from flowgrpo_rollout_sglang.config import EngineConfig
-from flowgrpo_rollout_sglang.engine import EngineError, SGLangNativeGenerationEngine
+from flowgrpo_rollout_sglang.engine import EngineError, EngineLostError, SGLangNativeGenerationEngine
 from flowgrpo_rollout_sglang.patch import copy
 from flowgrpo_rollout_sglang.server import launch
 from flowgrpo_rollout_sglang.sglang_process import ServerProcess
@@ -137,7 +137,7 @@ def test_a_scheduler_killed_in_flight_is_told_and_the_engine_starts_again(engine
     os.kill(scheduler.pid, signal.SIGKILL)
     thread.join(60)
     assert not thread.is_alive()
-    assert isinstance(failures[0], EngineError)
+    assert isinstance(failures[0], EngineLostError)
     assert "scheduler process ended" in failures[0].what
     engine.stop()
     assert not group_members(group)
