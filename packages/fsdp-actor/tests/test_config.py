@@ -69,7 +69,7 @@ def test_settings_and_plan_import_without_torch_or_numpy():
         errors.ReplayMismatch(0, 0.5, 1.5),
         errors.ActorAsleep("update"),
         errors.RankFailed(1, "update", "ValueError: x"),
-        errors.OutOfDeviceMemory("update", "tried to allocate", "lower"),
+        errors.OutOfDeviceMemory("replay", 1, 2 << 30, 1 << 30, "--replay-join", "tried to allocate"),
         errors.CheckpointMismatch(("a", "b")),
     ],
     ids=lambda error: type(error).__name__,
