@@ -31,7 +31,8 @@ def describe(device: str) -> dict[str, str]:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         facts["gpu"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-        facts["driver"] = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        drivers = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")  # a line for each GPU
+        facts["driver"] = drivers.partition("\n")[0]
     return facts
 
 
