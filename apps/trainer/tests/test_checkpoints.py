@@ -142,6 +142,15 @@ def test_an_export_over_another_base_model_is_refused(saved, another_base, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_says_at_its_end_which_checkpoints_failed(saved):
+    settings = settings_of("--save", saved)
+    run = checkpoints_of(settings, contract(settings), "prompts", lambda: "")
+    assert run.outcome() == ""
+    run.failures = 2
+    assert "2 checkpoints" in run.outcome()
+    assert str(saved / "t2i" / "iter_0000004") in run.outcome()
+
+
 class ActorDiedError(Exception):
     """Named and worded as Ray's."""
 

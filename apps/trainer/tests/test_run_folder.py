@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -189,3 +190,21 @@ def test_what_is_no_run_folder_is_said(tmp_path, make):
     with pytest.raises(RunFolderError) as error:
         RunFolder(path).check()
     assert error.value.path == path
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda path: append_jsonl(path, {"a": "x" * 5000}), lambda path: write_json_atomic(path, {"a": "x" * 5000})],
+)
+def test_a_write_that_the_disk_refuses_names_its_file_and_leaves_the_old_one(folder, write):
+    """A real refusal in the middle of a write, as of a full disk, which names no file by itself."""
+    folder.append_metrics(0, {"a": 1.0})
+    before, limit = folder.metrics_path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+    try:
+        with pytest.raises(OSError) as error:
+            write(folder.metrics_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert error.value.filename == str(folder.metrics_path)
+    assert folder.metrics_path.read_bytes() == before

@@ -1,5 +1,6 @@
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 from flowgrpo_rollout_sglang.artifacts import ArtifactStore
 from flowgrpo_rollout_sglang.config import SamplingConfig
+from flowgrpo_rollout_sglang.files import write_atomic
 from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
 from flowgrpo_rollout_sglang.sidecar import SidecarError, candidate_manifests, read_sidecar, write_sidecar
 from PIL import Image
@@ -180,3 +182,16 @@ def test_a_sidecar_whose_shapes_disagree_is_refused(tmp_path):
     whole = trajectory()
     with pytest.raises(SidecarError):
         write_sidecar(tmp_path / "a.safetensors", replace(whole, latents_NUPC=whole.latents_NUPC[:, :-1]))
+
+
+def test_a_sidecar_that_the_disk_refuses_is_named_and_leaves_nothing(tmp_path):
+    """A real refusal in the middle of a write, as of a full disk, which names no file by itself."""
+    path, limit = tmp_path / "group.bin", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(OSError) as error:
+            write_atomic(path, lambda temporary: temporary.write_bytes(b"x" * 1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert error.value.filename == str(path)
+    assert list(tmp_path.iterdir()) == []
