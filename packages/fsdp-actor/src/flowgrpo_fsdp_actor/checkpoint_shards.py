@@ -130,7 +130,13 @@ def read_shards(live: Mapping[str, Tensor], stored: Mapping[str, Sequence[Stored
 
 def _at_once(workers: int, work: Callable[..., None], arguments: Iterable[tuple]) -> None:
     """`work(*a)` for all `arguments`; raises the first error, once no worker runs any more."""
-    with ThreadPoolExecutor(workers, thread_name_prefix="checkpoint") as pool:
+    card = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def on_the_same_card() -> None:
+        if card is not None:  # a new thread begins on card 0, and pinning there would open a context on it
+            torch.cuda.set_device(card)
+
+    with ThreadPoolExecutor(workers, "checkpoint", on_the_same_card) as pool:
         running = [pool.submit(work, *of_one) for of_one in arguments]
     for one in running:
         one.result()
