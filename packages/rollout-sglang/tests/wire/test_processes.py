@@ -308,6 +308,8 @@ def test_slots_that_a_frozen_engine_still_maps_are_not_freed_under_it(monkeypatc
         monkeypatch.setattr(slots, "close", lambda: freed.append("closed"))
         monkeypatch.setattr(slots, "abandon", lambda: freed.append("kept"))
         os.kill(engine.process.pid, signal.SIGSTOP)
+        while Path(f"/proc/{engine.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            continue  # it stops at its own pace
         sender.close()
         os.kill(engine.process.pid, signal.SIGCONT)
     assert freed == ["kept"]

@@ -46,6 +46,8 @@ Transport = Literal["shm", "cuda_ipc"]
 
 _HEADER = struct.Struct("<4sIQ")
 _MAX_PAYLOAD = 64 * 2**20
+_LOOK_S = 0.5
+"""Where the system does not say that the other end hung up: how often an idle end looks."""
 _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 elsewhere
 
 
@@ -166,19 +168,15 @@ class Link:
         return False
 
     def watch(self, hung_up: Callable[[], None]) -> None:
-        """Calls `hung_up` from a thread of its own once the other end hangs up, or this one closes. Takes no message.
-
-        Only where the system can tell (Linux): elsewhere an idle end learns of it when it next reads.
-        """
-        if not hasattr(select, "POLLRDHUP"):
-            return
+        """Calls `hung_up`, in a thread of its own, once the other end hangs up or this one closes. Takes no message."""
         probe = self._connection.dup()
 
         def wait() -> None:
             with probe:
                 poll = select.poll()
-                poll.register(probe, select.POLLRDHUP)
-                poll.poll()
+                poll.register(probe, getattr(select, "POLLRDHUP", 0))  # at once on Linux; elsewhere within a look
+                while not poll.poll(1e3 * _LOOK_S) and self.is_open():
+                    continue
             hung_up()
 
         threading.Thread(target=wait, name="weights-link", daemon=True).start()
