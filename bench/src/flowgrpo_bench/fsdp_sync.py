@@ -16,16 +16,14 @@ from flowgrpo_fsdp_actor import ActorConfig, gather
 from flowgrpo_fsdp_actor.distributed import init_process_group
 from flowgrpo_fsdp_actor.publish import Publisher
 from flowgrpo_rollout_sglang.wire import SyncReport, WeightSender
-from flowgrpo_rollout_sglang.wire.manifest import SyncMode
 from flowgrpo_rollout_sglang.wire.testing import PipeClient, start_process
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from flowgrpo_bench.weight_sync import (
     Shapes,
     checksum,
-    qwen_image_lora_shapes,
     qwen_image_shapes,
     receiver_main,
 )
@@ -37,15 +35,14 @@ FLOOR_BYTES = 2**31
 class FsdpSync:
     """`world` ranks and as many receivers; driven from this process, which holds no weight."""
 
-    def __init__(self, device: str, world: int, *, layers: int, hidden: int, lora_rank: int = 0):
-        mode: SyncMode = "adapter" if lora_rank else "full"
-        shapes = qwen_image_lora_shapes(layers, hidden, lora_rank) if lora_rank else qwen_image_shapes(layers, hidden)
+    def __init__(self, device: str, world: int, *, layers: int, hidden: int):
+        shapes = qwen_image_shapes(layers, hidden)
         port = _free_port()
         self._processes, self._pipes = [], []
         for rank in range(world):
             card = f"cuda:{rank}" if device == "cuda" else device
             receiver, control = start_process(receiver_main, shapes, card)
-            process, pipe = start_process(_rank_main, rank, world, port, device, shapes, mode)
+            process, pipe = start_process(_rank_main, rank, world, port, device, shapes)
             pipe.send(control)
             self._processes += [process, receiver]
             self._pipes.append(pipe)
@@ -79,14 +76,10 @@ class FsdpSync:
 class _Rank:
     """One rank; its methods are the commands."""
 
-    def __init__(self, rank: int, world: int, device: str, shapes: Shapes, mode: SyncMode, control: Connection):
-        self._mode: SyncMode = mode
+    def __init__(self, rank: int, world: int, device: str, shapes: Shapes, control: Connection):
         self._device = torch.device(device, rank) if device == "cuda" else torch.device(device)
-        self._policy = _sharded_policy(shapes, device, world, mode)
-        lora = {"fsdp_trainable_mode": "lora", "lora_rank": 4, "lora_alpha": 4.0, "lora_adapter_mode": True}
-        config = ActorConfig(
-            model_path="", device="cuda" if device == "cuda" else "cpu", **lora if mode == "adapter" else {}
-        )
+        self._policy = _sharded_policy(shapes, device, world)
+        config = ActorConfig(model_path="", device="cuda" if device == "cuda" else "cpu")
         self._publisher = Publisher(config, _PlainNames(), self._policy)  # ty: ignore[invalid-argument-type]
         self._client = PipeClient(control, f"engine{rank}")
         self._senders: dict[int, WeightSender] = {}
@@ -107,7 +100,7 @@ class _Rank:
         if sender is None:
             transport = "cuda_ipc" if self._device.type == "cuda" else "shm"
             sender = self._senders[bucket_mb] = WeightSender(transport, bucket_size_mb=bucket_mb)
-        manifest = sender.manifest(self._publisher.entries(), version=version, mode=self._mode)
+        manifest = sender.manifest(self._publisher.entries(), version=version)
         tensors = self._publisher.tensors() if gathered_by == "ours" else self._by_unshard()
         return sender.send(tensors, manifest, self._client)
 
@@ -148,7 +141,7 @@ class _Rank:
     @torch.no_grad()
     def checksums(self) -> tuple[int, int]:
         """Of the policy, gathered tensor by tensor, and of this rank's engine."""
-        whole = ((name, p.full_tensor().bfloat16()) for name, p in self._policy.named_parameters())
+        whole = ((name, p.full_tensor()) for name, p in self._policy.named_parameters())
         return checksum(whole), self._client.call("checksum")
 
     def chunk(self, nbytes: int) -> None:
@@ -169,12 +162,8 @@ class _PlainNames:
         return name
 
 
-def _sharded_policy(shapes: Shapes, device: str, world: int, mode: SyncMode) -> nn.Module:
-    """Modules with parameters of these names and nothing to compute, sharded by block as the actor's policy is.
-
-    An adapter's masters are float32 and travel as bfloat16, as in the recipes.
-    """
-    dtype = torch.float32 if mode == "adapter" else torch.bfloat16
+def _sharded_policy(shapes: Shapes, device: str, world: int) -> nn.Module:
+    """Modules with bf16 parameters of these names and nothing to compute, sharded by block as the actor's policy is."""
     root = nn.Module()
     for name, shape in shapes:
         *path, leaf = name.split(".")
@@ -183,22 +172,19 @@ def _sharded_policy(shapes: Shapes, device: str, world: int, mode: SyncMode) -> 
             if part not in dict(module.named_children()):
                 module.add_module(part, nn.Module())
             module = module.get_submodule(part)
-        module.register_parameter(leaf, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
-    options = {
-        "mesh": init_device_mesh(device, (world,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-    }
+        module.register_parameter(leaf, nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta")))
+    mesh = init_device_mesh(device, (world,))
     for block in root.get_submodule("transformer_blocks").children():
-        fully_shard(block, **options)
-    return fully_shard(root, **options).to_empty(device=device)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(root, mesh=mesh).to_empty(device=device)
 
 
-def _rank_main(pipe: Connection, rank: int, world: int, port: int, device: str, shapes: Shapes, mode: SyncMode) -> None:
+def _rank_main(pipe: Connection, rank: int, world: int, port: int, device: str, shapes: Shapes) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     init_process_group(rank, world, "127.0.0.1", port, device)
-    me = _Rank(rank, world, device, shapes, mode, pipe.recv())
+    me = _Rank(rank, world, device, shapes, pipe.recv())
     while True:
         try:
             command, arguments = pipe.recv()

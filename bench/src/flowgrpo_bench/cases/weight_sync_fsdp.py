@@ -1,6 +1,7 @@
-"""A full weight sync, and an adapter's, from a policy that FSDP2 shards over two ranks to an engine on each card.
+"""A full weight sync from a policy that FSDP2 shards over two ranks to an engine on each card.
 
 Beside it FSDP's own gather (unshard, unit by unit, copied) through the same wire, and an all-gather of as many bytes.
+An adapter is whole on every rank: its sync is that of weight_sync_adapter.
 """
 
 from flowgrpo_bench.case import BenchCase, Workload
@@ -8,11 +9,11 @@ from flowgrpo_bench.case import BenchCase, Workload
 WORLD = 2
 
 
-def setup(device: str, *, layers: int, hidden: int, bucket_mb: int, lora_rank: int = 0) -> Workload:
+def setup(device: str, *, layers: int, hidden: int, bucket_mb: int) -> Workload:
     """Random weights of Qwen-Image's shapes on two ranks, and two receiving processes."""
     from flowgrpo_bench.fsdp_sync import FsdpSync
 
-    ranks = FsdpSync(device, WORLD, layers=layers, hidden=hidden, lora_rank=lora_rank)
+    ranks = FsdpSync(device, WORLD, layers=layers, hidden=hidden)
 
     def ours() -> None:
         ranks.sync(bucket_mb)
@@ -37,7 +38,6 @@ CASE = BenchCase(
     sizes={
         "40.9 GB, 512 MB buckets": {"layers": 60, "hidden": 3072, "bucket_mb": 512},
         "40.9 GB, 2048 MB buckets": {"layers": 60, "hidden": 3072, "bucket_mb": 2048},
-        "adapter, 377 MB": {"layers": 60, "hidden": 3072, "bucket_mb": 512, "lora_rank": 64},
     },
     smoke={"1 layer of 64, 1 MB buckets": {"layers": 1, "hidden": 64, "bucket_mb": 1}},
     timers=("wall",),
