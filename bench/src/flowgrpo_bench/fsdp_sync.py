@@ -4,16 +4,14 @@ Every rank is a process, and so is every receiver. A rank gathers the policy as 
 (`flowgrpo_fsdp_actor.publish`) and sends it to the receiver of its own card; when all have verified, all commit.
 """
 
-import socket
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from flowgrpo_fsdp_actor import ActorConfig, gather
-from flowgrpo_fsdp_actor.distributed import init_process_group
 from flowgrpo_fsdp_actor.publish import Publisher
 from flowgrpo_rollout_sglang.wire import SyncReport, WeightSender
 from flowgrpo_rollout_sglang.wire.testing import PipeClient, start_process
@@ -21,12 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from flowgrpo_bench.weight_sync import (
-    Shapes,
-    checksum,
-    qwen_image_shapes,
-    receiver_main,
-)
+from flowgrpo_bench.ranks import Ranks
+from flowgrpo_bench.weight_sync import Shapes, checksum, qwen_image_shapes, receiver_main
 
 FLOOR_BYTES = 2**31
 """Output of one all-gather of the floor."""
@@ -37,29 +31,20 @@ class FsdpSync:
 
     def __init__(self, device: str, world: int, *, layers: int, hidden: int):
         shapes = qwen_image_shapes(layers, hidden)
-        port = _free_port()
-        self._processes, self._pipes = [], []
-        for rank in range(world):
-            card = f"cuda:{rank}" if device == "cuda" else device
-            receiver, control = start_process(receiver_main, shapes, card)
-            process, pipe = start_process(_rank_main, rank, world, port, device, shapes)
-            pipe.send(control)
-            self._processes += [process, receiver]
-            self._pipes.append(pipe)
+        cards = [f"cuda:{rank}" if device == "cuda" else device for rank in range(world)]
+        receivers = [start_process(receiver_main, shapes, card) for card in cards]
+        controls = [control for _, control in receivers]
+        self._ranks = Ranks(world, device, _Rank, shapes, controls)
+        for control in controls:  # the ranks have them now: with the ranks they end, and with them the receivers
+            control.close()
+        weakref.finalize(self, _end, self._ranks, [process for process, _ in receivers])
         self._version = 0
         self.reports: list[SyncReport] = []
         """Of the last sync, one a rank."""
-        weakref.finalize(self, _stop, self._processes, self._pipes)
-        self.all("ready")
 
     def all(self, command: str, *arguments: Any) -> list[Any]:
         """What every rank answers. Raises RuntimeError with the first rank's words that failed."""
-        for pipe in self._pipes:
-            pipe.send((command, arguments))
-        answers = [pipe.recv() for pipe in self._pipes]
-        if failed := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]:
-            raise RuntimeError(failed[0])
-        return [value for value, _ in answers]
+        return self._ranks.all(command, *arguments)
 
     def sync(self, bucket_mb: int, gathered_by: str = "ours") -> None:
         """Gather to commit, verified, on every rank and its engine at once."""
@@ -76,17 +61,14 @@ class FsdpSync:
 class _Rank:
     """One rank; its methods are the commands."""
 
-    def __init__(self, rank: int, world: int, device: str, shapes: Shapes, control: Connection):
+    def __init__(self, rank: int, world: int, device: str, shapes: Shapes, controls: list[Connection]):
         self._device = torch.device(device, rank) if device == "cuda" else torch.device(device)
         self._policy = _sharded_policy(shapes, device, world)
         config = ActorConfig(model_path="", device="cuda" if device == "cuda" else "cpu")
         self._publisher = Publisher(config, _PlainNames(), self._policy)  # ty: ignore[invalid-argument-type]
-        self._client = PipeClient(control, f"engine{rank}")
+        self._client = PipeClient(controls[rank], f"engine{rank}")
         self._senders: dict[int, WeightSender] = {}
         self._rank = rank
-
-    def ready(self) -> None:
-        """Answers once everything stands."""
 
     @torch.no_grad()
     def refill(self, seed: int) -> None:
@@ -179,33 +161,8 @@ def _sharded_policy(shapes: Shapes, device: str, world: int) -> nn.Module:
     return fully_shard(root, mesh=mesh).to_empty(device=device)
 
 
-def _rank_main(pipe: Connection, rank: int, world: int, port: int, device: str, shapes: Shapes) -> None:
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    init_process_group(rank, world, "127.0.0.1", port, device)
-    me = _Rank(rank, world, device, shapes, pipe.recv())
-    while True:
-        try:
-            command, arguments = pipe.recv()
-        except EOFError:
-            return
-        call: Callable[..., Any] = getattr(me, command)
-        try:
-            pipe.send((call(*arguments), ""))
-        except Exception as error:  # for the driver to raise
-            pipe.send((None, f"{type(error).__name__}: {error}"))
-
-
-def _stop(processes: list[Any], pipes: list[Connection]) -> None:
-    for pipe in pipes:
-        pipe.close()
-    for process in processes:
+def _end(ranks: Ranks, receivers: list[Any]) -> None:
+    ranks.stop()
+    for process in receivers:
         process.join(10)
         process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -15,10 +15,11 @@ class Ranks:
     """`world` processes, in each of which `make(rank, world, device, *arguments)` has made what answers."""
 
     def __init__(self, world: int, device: str, make: Callable[..., Any], *arguments: Any):
-        port = free_port()
+        port = _free_port()
         started = [start_process(_rank_main, rank, world, port, device, make, arguments) for rank in range(world)]
         self._processes, self._pipes = ([pair[i] for pair in started] for i in (0, 1))
-        weakref.finalize(self, _stop, self._processes, self._pipes)
+        self.stop = weakref.finalize(self, _stop, self._processes, self._pipes)
+        """Ends the processes; called by itself when nobody holds this object any more."""
         self._answers()
 
     def all(self, command: str, *arguments: Any) -> list[Any]:
@@ -34,7 +35,7 @@ class Ranks:
         return [value for value, _ in answers]
 
 
-def free_port() -> int:
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
