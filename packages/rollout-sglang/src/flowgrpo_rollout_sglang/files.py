@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Lets `write` fill a hidden file of this process beside `path`, then makes it `path` in one step.
 
     A process killed at any moment leaves the old file or the new one, never a half of either; a leftover

@@ -56,7 +56,7 @@ class JointAttention:
 
     def __call__(
         self,
-        attn: nn.Module,
+        attn: Any,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         encoder_hidden_states_mask: Tensor | None = None,
@@ -87,7 +87,7 @@ def rotated(x_BTHD: Tensor, table: Tensor) -> Tensor:
     return (x * own + swapped * neighbour).to(x_BTHD.dtype)
 
 
-def _linear(x_BTE: Tensor, *layers: nn.Module) -> list[Tensor]:
+def _linear(x_BTE: Tensor, *layers: Any) -> list[Tensor]:
     """The outputs of linear layers over one input; the first factors of their adapters in one product.
 
     lora_alpha / lora_rank scales the narrow product between the factors: then the backward needs no scaled copy of
