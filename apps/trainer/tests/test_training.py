@@ -179,6 +179,18 @@ def test_the_sglang_engine_trains_as_the_in_process_one_and_a_killed_server_is_r
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", [[], SGLANG], ids=["in-process", "sglang"])
+def test_on_a_gpu_the_loop_trains_with_actor_and_engine_asleep_in_turn(tmp_path, engine):
+    """Compiled replay against an eager engine: the gate passes within rounding, and the first ratio is still exact."""
+    words = ["--device", "cuda", "--offload-rollout", "--offload-train", "--num-updates-per-batch", "1", *engine]
+    rows = curves(short_run(tmp_path / "gpu", *words))
+    assert [row["train/policy_version"] for row in rows] == [1.0, 2.0]
+    assert [row["train/optimizer_steps"] for row in rows] == [1.0, 1.0]
+    assert all((row["train/ratio_min"], row["train/ratio_max"]) == (1.0, 1.0) for row in rows)
+    assert all(row["train/weight_sync_tensors"] > 0 for row in rows)
+
+
 def test_a_nan_reward_ends_the_run_by_name_and_loses_nothing(tmp_path, monkeypatch):
     scorer = tmp_path / "nan_scorer.py"
     scorer.write_text(
