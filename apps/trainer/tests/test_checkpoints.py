@@ -1,8 +1,6 @@
 """What the commands say of checkpoints: resumes and exports refused in words, exports that prove themselves."""
 
-import resource
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from flowgrpo_fsdp_actor.adapters.qwen_image import QwenImageAdapter
 from flowgrpo_fsdp_actor.checkpoint_files import save_checkpoint
 from flowgrpo_fsdp_actor.distributed import init_lone_process_group
 from flowgrpo_fsdp_actor.errors import NotResumable
+from flowgrpo_fsdp_actor.testing import largest_file
 from flowgrpo_trainer.checkpoints import Resume, checkpoints_of, contract_of
 from flowgrpo_trainer.cli import parse
 from flowgrpo_trainer.errors import in_words
@@ -68,17 +67,6 @@ def run_command(*words):
 def export(saved, output, *words):
     base = settings_of().model.model_path
     return run_command("export", "--save-dir", saved, "--output-dir", output, "--base-model-path", base, *words)
-
-
-@contextmanager
-def largest_file(nbytes):
-    """No file may grow beyond `nbytes`: a real refusal in the middle of a write, as of a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_the_same_settings_resume_after_the_saved_rollout(saved):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flowgrpo_fsdp_actor import ActorConfig, gather
+from flowgrpo_fsdp_actor import ActorConfig
 from flowgrpo_fsdp_actor.publish import Publisher
 from flowgrpo_rollout_sglang.wire import SyncReport, WeightSender
 from flowgrpo_rollout_sglang.wire.testing import PipeClient, start_process
@@ -125,16 +125,6 @@ class _Rank:
         """Of the policy, gathered tensor by tensor, and of this rank's engine."""
         whole = ((name, p.full_tensor()) for name, p in self._policy.named_parameters())
         return checksum(whole), self._client.call("checksum")
-
-    def chunk(self, nbytes: int) -> None:
-        """Another size of one gather of the sync, to try."""
-        gather.CHUNK_BYTES = nbytes
-
-    def memory(self) -> tuple[float, float]:
-        """Peak of this process's allocator, and what it holds now, GB."""
-        peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return peak / 1e9, held / 1e9
 
 
 class _PlainNames:

@@ -4,12 +4,10 @@ import json
 import os
 import pickle
 import random
-import resource
 import shutil
 import signal
 import socket
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,7 +28,7 @@ from flowgrpo_fsdp_actor.checkpoint_files import (
 from flowgrpo_fsdp_actor.contract import adapter_contract, assert_resumable, base_model_hash
 from flowgrpo_fsdp_actor.errors import CheckpointError, ExportError, NotResumable
 from flowgrpo_fsdp_actor.export import Checkpoint, changed_tensors, export_adapter, export_merged
-from flowgrpo_fsdp_actor.testing import SAMPLING, draw_rollout
+from flowgrpo_fsdp_actor.testing import SAMPLING, draw_rollout, largest_file
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -275,17 +273,6 @@ def test_a_write_that_the_disk_refuses_commits_nothing_names_the_file_and_gives_
     assert not tree.iteration(1).exists()  # its bytes would keep the disk full
     save(actor, model_folder, tmp_path, n=2)
     assert tree.newest() == 2
-
-
-@contextmanager
-def largest_file(nbytes):
-    """No file may grow beyond `nbytes`: a real refusal in the middle of a write, as of a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from flowgrpo_fsdp_actor import ActorConfig, FsdpActor, join
 from flowgrpo_fsdp_actor.metrics import ReplayStatistics
 from flowgrpo_fsdp_actor.plan import join_forwards
 from flowgrpo_fsdp_actor.sleep import DeviceMemory
-from flowgrpo_fsdp_actor.testing import draw_rollout, random_qwen_image
+from flowgrpo_fsdp_actor.testing import draw_rollout, random_qwen_image, waits_for_the_gpu_raise
 from flowgrpo_fsdp_actor.update import accumulate_gradients
 from flowgrpo_rollout_sglang.config import SamplingConfig
 from torch._dynamo.utils import counters
@@ -97,11 +97,8 @@ def test_forwards_and_backwards_of_an_update_never_wait_for_the_gpu(make_actor, 
     replay = actor._replay(rollout, ADVANTAGES)
     forwards = join_forwards(actor._plan(len(TEXTS), 4, num_updates=1)[0], replay.shapes, 8)
     statistics = ReplayStatistics()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_for_the_gpu_raise():
         accumulate_gradients(actor._policy, replay, forwards, None, actor.config, statistics)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert statistics.reduced()["train/ratio_mean"] == 1.0
 
 

@@ -9,7 +9,7 @@ from flowgrpo_fsdp_actor import ActorConfig, FsdpActor
 from flowgrpo_fsdp_actor.errors import ActorAsleep, PlanError, ReplayMismatch, TrajectoryRefused
 from flowgrpo_fsdp_actor.metrics import ReplayStatistics
 from flowgrpo_fsdp_actor.plan import join_forwards
-from flowgrpo_fsdp_actor.testing import SAMPLING, draw_rollout
+from flowgrpo_fsdp_actor.testing import SAMPLING, draw_rollout, waits_for_the_gpu_raise
 from flowgrpo_fsdp_actor.update import accumulate_gradients, run_updates
 from flowgrpo_rollout_sglang.sidecar import write_sidecar
 from torch._dynamo.utils import counters
@@ -196,11 +196,8 @@ def test_gradients_are_accumulated_without_waiting_for_the_device(make_actor, ro
     replay = actor._replay(rollout, ADVANTAGES)
     forwards = join_forwards(actor._plan(4, 4, num_updates=1)[0], replay.shapes, 8)
     statistics = ReplayStatistics()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_for_the_gpu_raise():
         accumulate_gradients(actor._policy, replay, forwards, None, actor.config, statistics)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert statistics.reduced()["train/ratio_max"] == 1.0
 
 

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from flowgrpo_rollout_sglang.pinned import pinned_slabs
 from torch import Tensor
-
-from flowgrpo_fsdp_actor.pinned import pinned_slabs
 
 MAX_SLAB_BYTES = 1 << 30
 """Host memory is made in slabs that storages share: 1,900 allocations for a 20 B model would take seconds."""

@@ -4,8 +4,10 @@ The folder has what the actor reads (transformer, VAE and scheduler settings), n
 """
 
 import json
+import resource
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,3 +179,24 @@ def random_qwen_image(folder: Path, **settings: Any) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(content))
     return folder
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """No file may grow beyond `nbytes`: a real refusal in the middle of a write, as of a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def waits_for_the_gpu_raise() -> Iterator[None]:
+    """Whatever makes the host wait for the GPU is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
