@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from flowgrpo_rollout_sglang.files import fsync_folder
 from torch import Tensor
 from torch.distributed.checkpoint._hf_utils import (
     CUSTOM_METADATA_KEY,
@@ -77,11 +78,7 @@ def write_shards(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
     groups = _groups(list(_pieces(state, rank)))
     paths = [folder / f"rank{rank:05d}-{number:05d}.safetensors" for number in range(len(groups))]
     _at_once(WRITERS, _write_file, zip(paths, groups, strict=True))
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync_folder(folder)
 
 
 def stored_pieces(folder: Path) -> dict[str, list[StoredPiece]]:
