@@ -11,7 +11,7 @@ from flowgrpo_fsdp_actor.metrics import ReplayStatistics
 from flowgrpo_fsdp_actor.plan import join_forwards
 from flowgrpo_fsdp_actor.testing import SAMPLING, draw_rollout, waits_for_the_gpu_raise
 from flowgrpo_fsdp_actor.update import accumulate_gradients, run_updates
-from flowgrpo_rollout_sglang.sidecar import write_sidecar
+from flowgrpo_rollout_sglang.sidecar import SidecarError, write_sidecar
 from torch._dynamo.utils import counters
 
 LORA = {"fsdp_trainable_mode": "lora", "lora_rank": 4, "lora_alpha": 8.0, "lora_merge_mode": True}
@@ -288,11 +288,34 @@ def test_sidecars_on_disk_train_as_trajectories_in_memory(make_actor, rollout, t
     paths = [tmp_path / f"{t.request.group_index}.safetensors" for t in rollout]
     for path, trajectory in zip(paths, rollout, strict=True):
         write_sidecar(path, trajectory)
-    one, two = make_actor(), make_actor()
+    one, two, three = make_actor(), make_actor(), make_actor()
     one.update(0, rollout, ADVANTAGES)
     two.update(0, paths, ADVANTAGES)
-    ours, theirs = weights(one), weights(two)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    three.read_ahead(paths[::-1])
+    three.read_ahead(paths)
+    three.update(0, paths, ADVANTAGES)
+    ours = weights(one)
+    for theirs in (weights(two), weights(three)):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_sidecars_are_read_ahead_of_an_update_and_a_broken_one_is_an_error_of_that_update(
+    make_actor, rollout, tmp_path
+):
+    paths = [tmp_path / f"{t.request.group_index}.safetensors" for t in rollout]
+    for path, trajectory in zip(paths, rollout, strict=True):
+        write_sidecar(path, trajectory)
+    actor = make_actor()
+    actor.read_ahead(paths)
+    read = [future.result() for future in actor._sidecars._ahead.values()]
+    for path in paths:
+        path.unlink()
+    assert actor._sidecars.read(paths) == read  # the same objects: no file was opened again
+    paths[2].write_bytes(b"cut")
+    actor.read_ahead(paths[2:3])
+    with pytest.raises(SidecarError) as error:
+        actor.update(0, paths[2:3], ADVANTAGES[:1])
+    assert str(paths[2]) in str(error.value)
 
 
 def test_advantages_of_another_shape_are_refused(make_actor, rollout):

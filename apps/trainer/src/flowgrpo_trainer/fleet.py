@@ -85,6 +85,11 @@ class Fleet:
     restart_engines: Callable[[], None]
     """Starts every engine afresh, with the base weights; for `--use-fault-tolerance`."""
 
+    def read_ahead(self, rollout_id: int, G: int) -> None:
+        """Lets every rank read the rollout's sidecars while the GPUs score, sleep and wake."""
+        for actor in self.actors:
+            actor.read_ahead.remote(rollout_id, G)
+
     def score(self, groups: Sequence[RolloutGroup]) -> RewardReport:
         """One reward step. Raises RewardError by name of group and component."""
         return ray.get(self.scorer.score.remote([group.samples() for group in groups]))

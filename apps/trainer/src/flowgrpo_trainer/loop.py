@@ -81,6 +81,7 @@ def train(run: Run, fleet: Fleet) -> None:
                 groups = run.generate(
                     run.context, prompts, group_size=N, rollout_id=rollout_id, folder_id=rollout_id, on_group=advance
                 )
+            fleet.read_ahead(rollout_id, G)
             with run.phase("reward"):
                 rewards = fleet.score(groups)
 

@@ -123,6 +123,10 @@ class ActorWorker:
 
         self._rows = RowTaker(self._rank)
 
+    def read_ahead(self, rollout_id: int, G: int) -> None:
+        """Starts reading the rollout's sidecars; `update` raises what is wrong with them."""
+        self._actor.read_ahead([self._store.sidecar_path(rollout_id, group) for group in range(G)])
+
     def update(self, rollout_id: int, G: int, N: int) -> "UpdateReport":
         """Replays one rollout and takes its optimizer steps.
 

@@ -8,16 +8,14 @@ Reading path: `plan` -> `replay` -> `update`.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from flowgrpo_rollout_sglang.request import GroupTrajectory
-from flowgrpo_rollout_sglang.sidecar import read_sidecar
-from flowgrpo_rollout_sglang.wire import FullWeightManifest, SyncReport, WeightSender
+from flowgrpo_rollout_sglang.wire import FullWeightManifest, Shard, SyncReport, WeightSender, sharded
 from flowgrpo_rollout_sglang.wire.sender import WeightReceiverClient
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -35,11 +33,11 @@ from flowgrpo_fsdp_actor.plan import MicroBatch, plan_updates
 from flowgrpo_fsdp_actor.publish import Publisher
 from flowgrpo_fsdp_actor.replay import Replay
 from flowgrpo_fsdp_actor.sharding import build_policy
+from flowgrpo_fsdp_actor.sidecars import SidecarReader
 from flowgrpo_fsdp_actor.sleep import DeviceMemory
 from flowgrpo_fsdp_actor.update import Policy, is_degenerate, run_updates
 
 log = logging.getLogger(__name__)
-SIDECAR_READERS = 4
 PARITY_JOIN = 16
 
 
@@ -73,9 +71,17 @@ class FsdpActor:
         self._policy = Policy(module, trainable, make_adamw(config, trainable), blocks)
         self._publisher = Publisher(config, self._adapter, module)
         self._memory = DeviceMemory()
+        self._sidecars = SidecarReader()
         self._join = config.replay_join
 
     # ------------------------------------------------------------------ training
+
+    def read_ahead(self, sidecars: Sequence[Path | str]) -> None:
+        """Starts reading the sidecars of the next `update`, in threads; asleep or awake. Returns at once.
+
+        A file that cannot be read is an error of that update, on all ranks together.
+        """
+        self._sidecars.read_ahead(sidecars)
 
     def update(
         self, rollout_id: int, sidecars: Sequence[Path | str | GroupTrajectory], advantages_GN: Tensor
@@ -138,9 +144,7 @@ class FsdpActor:
         )
 
     def _replay(self, sidecars: Sequence[Path | str | GroupTrajectory], advantages_GN: Tensor | None) -> Replay:
-        with ThreadPoolExecutor(SIDECAR_READERS) as readers:
-            trajectories = list(readers.map(_trajectory, sidecars))
-        groups = [self._adapter.pack_trajectory(trajectory) for trajectory in trajectories]
+        groups = [self._adapter.pack_trajectory(trajectory) for trajectory in self._sidecars.read(sidecars)]
         sizes = {group.x_NSPC.shape[0] for group in groups}
         if advantages_GN is None:
             advantages_GN = torch.zeros(len(groups), max(sizes, default=0))
@@ -185,24 +189,24 @@ class FsdpActor:
         self,
         sender: WeightSender,
         manifest: FullWeightManifest,
-        receiver: WeightReceiverClient | None,
+        receiver: WeightReceiverClient,
         *,
+        shards: Mapping[str, Shard] | None = None,
         must_change: bool = False,
-    ) -> SyncReport | None:
+    ) -> SyncReport:
         """Gathers the policy and sends it to this rank's engine, up to and including verify; commits nothing.
 
-        A rank without an engine of its own (`receiver` None), and one whose engine fails, still takes part in the
+        Where several ranks share an engine, each sends what the engine holds on its card: `shards`, by wire name, and
+        what is not named whole; the manifest is of those shapes. A rank whose engine fails still takes part in the
         gather to its end: the other ranks, whose engines are well, wait for its shards.
         Raises: WeightSyncError naming the engine, the version and the tensors.
         """
         tensors = self.wire_tensors()
         try:
-            if receiver is not None:
-                return sender.send(tensors, manifest, receiver, must_change=must_change)
+            return sender.send(sharded(tensors, shards or {}), manifest, receiver, must_change=must_change)
         finally:
             for _ in tensors:
                 pass
-        return None
 
     def publish_succeeded(self, version: int) -> None:
         """Every engine committed `version`: it is the policy's version from now on. Not collective."""
@@ -273,7 +277,3 @@ class FsdpActor:
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None and self._device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"], self._device)
-
-
-def _trajectory(source: Path | str | GroupTrajectory) -> GroupTrajectory:
-    return source if isinstance(source, GroupTrajectory) else read_sidecar(Path(source))
