@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from flowgrpo_trainer.cli import parse
@@ -94,6 +95,26 @@ SDE = {"height": 24, "width": 24, "num_inference_steps": 12, "sde_type": "sde"}
 )
 def test_a_setting_that_breaks_a_rule_is_refused_by_name(sound, words, named):
     assert any(named in where for where in problems_of([*sound, *words]))
+
+
+SGLANG = "flowgrpo_rollout_sglang.engine.SGLangNativeGenerationEngine"
+
+
+@pytest.mark.parametrize(
+    ("heads", "devices", "engine", "named"),
+    [
+        (24, [1, 4], SGLANG, None),
+        (6, [1, 4], SGLANG, "6 attention heads"),
+        (24, [4, 1], SGLANG, "--resource"),
+        (24, [1, 4], "flowgrpo_rollout_sglang.diffusers_engine.DiffusersEngine", "--rollout-num-gpus-per-engine 4"),
+    ],
+)
+def test_an_engine_over_four_devices_must_divide_the_model_among_those_of_a_node(sound, heads, devices, engine, named):
+    config = {"num_attention_heads": heads, "patch_size": 2, "out_channels": 16}
+    Path(sound[3], "transformer/config.json").write_text(json.dumps(config))
+    words = ["--resource", json.dumps({"actor": devices, "rollout": devices}), "--rollout-num-gpus-per-engine", "4"]
+    found = problems_of([*sound, *words, "--rollout-engine-class-path", engine])
+    assert [named in where for where in found] == ([] if named is None else [True])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from flowgrpo_fsdp_actor.estimate.architecture import Transformer
 from flowgrpo_rewards.protocol import GroupRewardError
 from flowgrpo_trainer.cli import parse
 from flowgrpo_trainer.hooks import HookError
@@ -31,6 +34,12 @@ def short_run(folder: Path, *words: str) -> RunFolder:
     assert isinstance(settings, Settings)
     assert train_session(settings, recipe, []) == 0
     return RunFolder(folder)
+
+
+def settings_of(*words: str) -> Settings:
+    settings, _ = parse([*SHORT, *words], {})
+    assert isinstance(settings, Settings)
+    return settings
 
 
 def curves(run: RunFolder) -> list[dict[str, float]]:
@@ -177,6 +186,23 @@ def test_the_sglang_engine_trains_as_the_in_process_one_and_a_killed_server_is_r
     for ours, theirs in zip(served, in_process, strict=True):
         for name in ("reward/match_mean", "train/loss", "train/grad_norm", "train/ratio_max"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
+def test_two_ranks_train_through_one_server_that_divides_the_model_between_them(tmp_path, device):
+    """Full weights, each rank sends its slices; parity of replay is the gate. Four heads: three do not divide."""
+    folder, ours = tmp_path / "model", settings_of().model.model_path
+    shutil.copytree(ours, folder)
+    config = dict(QwenImageTransformer2DModel.load_config(folder / "transformer"))
+    config |= {"num_attention_heads": 4, "num_layers": 2}
+    torch.manual_seed(0)
+    QwenImageTransformer2DModel.from_config(config).save_pretrained(folder / "transformer")
+    words = [*TWO_RANKS, *SGLANG, "--rollout-num-gpus-per-engine", "2", "--model-path", str(folder)]
+    words += ["--device", device, "--offload-rollout", "--offload-train"]
+    rows = curves(short_run(tmp_path / "run", *words))
+    assert [row["train/policy_version"] for row in rows] == [1.0, 2.0]
+    size = Transformer.from_config(config, str(folder))
+    assert rows[0]["train/weight_sync_gb"] * 1e9 == pytest.approx(2 * 4 * size.engine_rank_parameters(2))
 
 
 @pytest.mark.gpu

@@ -380,6 +380,20 @@ def test_more_cards_hold_less_each_and_a_rollout_takes_less_time():
     assert seconds == sorted(seconds, reverse=True)
 
 
+def test_the_cards_of_an_engine_divide_what_sglang_divides():
+    """Of a block's 36 d^2, 12 are modulations, whole on each card, and on two cards 8 of the text's MLP are, too."""
+    net, adapters = QWEN_IMAGE.transformer, Adapters(rank=64, targets=ATTENTION)
+    shares = [net.engine_rank_parameters(cards) / net.parameters for cards in (1, 2, 4)]
+    assert shares == pytest.approx([1.0, 28 / 36, 18 / 36], abs=0.005)
+    assert net.engine_rank_parameters(1, adapters) == net.parameters + net.adapter_parameters(adapters)
+    lora = [net.engine_rank_parameters(n, adapters) - net.engine_rank_parameters(n) for n in (1, 2)]
+    assert lora[1] == lora[0] * 3 // 4
+    two = estimate(replace(RECIPE, world_size=2, engine_gpus=2), **LORA, replay_join=8)
+    one = estimate(replace(RECIPE, world_size=2), **LORA, replay_join=8)
+    saved = (net.engine_rank_parameters(1, adapters) - net.engine_rank_parameters(2, adapters)) * 2 / GIB
+    assert gib(one, "rollout") - gib(two, "rollout") == pytest.approx(saved)
+
+
 def test_only_the_card_that_was_measured_says_so():
     assert [name for name, card in CARDS.items() if card.measured] == ["h200"]
     assert all(card.memory <= H200.memory and card.matmul <= H200.matmul for card in CARDS.values())

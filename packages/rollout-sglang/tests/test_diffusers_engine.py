@@ -195,6 +195,8 @@ def test_an_engine_that_was_not_started_or_has_no_model_says_so(tmp_path):
     with pytest.raises(EngineError) as error:
         DiffusersEngine(EngineConfig(name="e", model_path=str(tmp_path))).start()
     assert "transformer" in error.value.what
+    with pytest.raises(EngineError):  # it runs on one device
+        DiffusersEngine(EngineConfig(name="e", model_path=str(MODEL), num_gpus=2)).start()
 
 
 class Direct:

@@ -1,7 +1,8 @@
 """The workers of a run: placed, started, stopped. What a run leaves out is decided here, not in the loop.
 
 One bundle of a placement group per device: the training rank and the engine of a device share its bundle, so
-that rank j and engine j meet on the same card.
+that rank j and engine j meet on the same card. An engine over several devices has its worker in the first one's bundle
+and its own processes on the cards of all its ranks.
 """
 
 import logging
@@ -133,7 +134,8 @@ def _start(
     actor_settings = actor_config(settings, device=device)
     actors = [place(ActorWorker, rank).remote(actor_settings, store, rank, world) for rank in range(world)]
     stops.append(lambda: _stop_all(actors))
-    engines = _make_engines(settings, targets, device, place)
+    visible = _visible_devices(settings, device, actors)
+    engines = _make_engines(settings, targets, device, place, visible)
     stops.append(lambda: _stop_all(engines))
     scorer = place(RewardWorker, 0).remote(reward_config(settings), settings.reward.custom_reward_post_process_path)
     stops.append(lambda: ray.kill(scorer))
@@ -154,7 +156,7 @@ def _start(
 
     def restart() -> None:
         _stop_all(pool.workers)
-        pool.workers[:] = _make_engines(settings, targets, device, place)
+        pool.workers[:] = _make_engines(settings, targets, device, place, visible)
         engines[:] = pool.workers
         ray.get([engine.start.remote() for engine in pool.workers])
 
@@ -173,13 +175,41 @@ def _start(
     )
 
 
-def _make_engines(settings: Settings, targets: tuple[str, ...], device: Device, place: Callable[..., Any]) -> list[Any]:
+def _visible_devices(settings: Settings, device: Device, actors: Sequence[Any]) -> list[str | None]:
+    """For each engine the cards of its training ranks, in their order. None: the one that its worker sees.
+
+    Raises ClusterError where an engine's ranks are not on one node.
+    """
+    per_engine = settings.rollout.rollout_num_gpus_per_engine
+    engines = len(actors) // per_engine
+    if per_engine == 1 or device == "cpu":
+        return [None] * engines
+    places = ray.get([actor.place.remote() for actor in actors])
+    visible: list[str | None] = []
+    for index in range(engines):
+        of_one = places[index * per_engine : (index + 1) * per_engine]
+        if len({node for node, _ in of_one}) > 1:
+            raise cluster.ClusterError(
+                f"the {per_engine} cards of engine{index} are on different nodes",
+                "lower --rollout-num-gpus-per-engine, or use nodes whose number of cards it divides",
+            )
+        visible.append(",".join(card for _, card in of_one))
+    return visible
+
+
+def _make_engines(
+    settings: Settings,
+    targets: tuple[str, ...],
+    device: Device,
+    place: Callable[..., Any],
+    visible: Sequence[str | None],
+) -> list[Any]:
     per_engine = settings.rollout.rollout_num_gpus_per_engine
     log_folder = str(Path(settings.run.run_dir or ".") / "logs")
     return [
         place(RolloutWorker, index * per_engine).remote(
             settings.rollout.rollout_engine_class_path,
-            engine_config(settings, index, device=device, targets=targets, log=log_folder),
+            engine_config(settings, index, device=device, targets=targets, log=log_folder, visible=visible[index]),
         )
         for index in range(settings.world_size("rollout") // per_engine)
     ]

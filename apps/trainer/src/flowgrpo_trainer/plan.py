@@ -111,7 +111,10 @@ def assumptions(settings: Settings, card: Card, text_tokens: int) -> list[str]:
     if settings.run.resource["actor"][0] > 1:
         notes.append("The network between hosts is not in the table: gathers are timed as inside one host.")
     if settings.rollout.rollout_num_gpus_per_engine > 1:
-        notes.append("An engine over several cards is timed as one card and counted whole on each.")
+        notes.append(
+            "The cards of an engine divide its transformer; its text encoder and VAE are counted whole on each, "
+            "and it is timed as one card."
+        )
     if settings.rollout.rollout_engine_class_path.rpartition(".")[2] not in ENGINES:
         notes.append("The engine is not one of ours: it is taken to be like the SGLang server.")
     if settings.reward.reward_runtime == "colocate":

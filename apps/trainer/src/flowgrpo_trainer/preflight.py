@@ -6,6 +6,7 @@ Called by: `main`, before any service starts. Next on the reading path: `loop`.
 
 import ast
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from flowgrpo_rollout_sglang.config import Problem
 from flowgrpo_trainer.settings import GENERATION_TASKS, Settings
 from flowgrpo_trainer.wiring import actor_config, reward_config
 
+DIFFUSERS_ENGINE = "flowgrpo_rollout_sglang.diffusers_engine.DiffusersEngine"
 HEADER = "Generative RL config validation failed:"
 
 
@@ -210,7 +212,42 @@ def _batch_problems(s: Settings) -> Iterator[Problem]:
             "Actor and engines share the same devices: both roles must have as many.",
             "give actor and rollout the same [nodes, devices]",
         )
+    yield from _engine_devices_problems(s)
     yield from _update_problems(s, world)
+
+
+def _engine_devices_problems(s: Settings) -> Iterator[Problem]:
+    """An engine over several devices divides the attention heads and some widths of the model among them."""
+    per_engine = s.rollout.rollout_num_gpus_per_engine
+    if per_engine <= 1:
+        return
+    where = f"--rollout-num-gpus-per-engine {per_engine}"
+    if s.rollout.rollout_engine_class_path == DIFFUSERS_ENGINE:
+        yield Problem(where, "The in-process engine runs on one device.", "set it to 1, or use the SGLang engine")
+    if s.run.resource["rollout"][1] % per_engine:
+        yield Problem(
+            f"{where}, --resource {s.run.resource}",
+            "The devices of an engine are on one node, so they must divide a node's.",
+            "choose a divisor of the devices per node",
+        )
+    config = Path(s.model.model_path or "") / s.fsdp.fsdp_trainable_attr / "config.json"
+    for what, count in _divided_counts(config).items():
+        if count % per_engine:
+            yield Problem(
+                f"{where}, {count} {what} in {config}",
+                "The devices of an engine divide them evenly.",
+                f"choose a divisor of {count}",
+            )
+
+
+def _divided_counts(config: Path) -> dict[str, int]:
+    """What the devices of an engine divide, of a transformer by its config.json; nothing where that does not say."""
+    try:
+        read = json.loads(config.read_text())
+        heads, outputs = int(read["num_attention_heads"]), int(read["patch_size"]) ** 2 * int(read["out_channels"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # what is missing is said by the model's own rules
+    return {"attention heads": heads, "channels of a token at the output": outputs}
 
 
 def _update_problems(s: Settings, world: int) -> Iterator[Problem]:

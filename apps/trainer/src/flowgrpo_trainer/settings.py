@@ -136,7 +136,7 @@ class RolloutSettings:
     custom_convert_samples_to_train_data_path: str = CONVERT_PATH
     """Dotted path of the function that makes the training rows."""
     rollout_num_gpus_per_engine: int = 1
-    """Devices per engine; must divide the actor's world size."""
+    """Devices per engine, which divide the model between them; must divide the actor's world size and the heads."""
     engine_dtype: Literal["bf16", "fp32"] = "bf16"
     """Number format of the engine's transformer."""
     candidates_per_forward: int | None = None

@@ -12,6 +12,7 @@ from flowgrpo_rollout_sglang.engine import EngineLostError
 from flowgrpo_rollout_sglang.wire import SyncReport, WeightSyncError
 
 from flowgrpo_trainer.fleet import Fleet
+from flowgrpo_trainer.workers import SyncTarget
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Publisher:
     """The version that every engine serves."""
     failures: int = 0
     digest: str = ""
-    """Over names and fingerprints of the weights that serve; empty before the first sync."""
+    """Over names and fingerprints of the weights that serve, of rank 0's part; empty before the first sync."""
     _base_known: bool = field(default=True, repr=False)
 
     def publish(self, fleet: Fleet, version: int, *, must_change: bool) -> dict[str, float]:
@@ -72,10 +73,10 @@ class Publisher:
         with fleet.colocation.engines_take_weights():
             try:
                 sends = [
-                    actor.send_weights.remote(version, base, *self._target(engines, rank), must_change)
+                    actor.send_weights.remote(version, base, self._target(engines, rank), must_change)
                     for rank, actor in enumerate(fleet.actors)
                 ]
-                reports = [report for report in ray.get(sends) if report is not None]
+                reports = ray.get(sends)
                 ray.get([engine.commit.remote(version) for engine in engines])
             except BaseException:
                 _settle([engine.abort.remote() for engine in engines])
@@ -85,10 +86,10 @@ class Publisher:
         self.digest = reports[0].digest
         return reports
 
-    def _target(self, engines: list[Any], rank: int) -> tuple[Any, str]:
-        """The engine that a rank sends to; the other ranks of an engine only take part in the gather."""
+    def _target(self, engines: list[Any], rank: int) -> SyncTarget:
+        """The engine, and its rank, that holds its weights on the card of a training rank."""
         index, local = divmod(rank, self.gpus_per_engine)
-        return (engines[index], f"engine{index}") if local == 0 else (None, "")
+        return SyncTarget(engines[index], f"engine{index}", local, self.gpus_per_engine)
 
 
 def _settle(calls: list[Any]) -> None:

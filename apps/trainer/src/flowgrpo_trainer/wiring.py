@@ -31,16 +31,18 @@ def actor_config(settings: Settings, *, device: Device) -> ActorConfig:
 
 
 def engine_config(
-    settings: Settings, index: int, *, device: Device, targets: tuple[str, ...], log: str
+    settings: Settings, index: int, *, device: Device, targets: tuple[str, ...], log: str, visible: str | None = None
 ) -> EngineConfig:
-    """What engine number `index` reads; `targets` are the modules that carry the adapter."""
+    """What engine number `index` reads; `targets` are the modules that carry the adapter, `visible` the cards of its
+    ranks where they are not those that its worker sees."""
     rollout, lora = settings.rollout, settings.lora
     return EngineConfig(
         name=f"engine{index}",
         model_path=settings.model.model_path or "",
         model_revision=settings.model.model_revision,
         device=device,
-        num_gpus=rollout.rollout_num_gpus_per_engine if device == "cuda" else 0,
+        num_gpus=rollout.rollout_num_gpus_per_engine,
+        visible_devices=visible,
         dtype=rollout.engine_dtype,
         candidates_per_forward=rollout.candidates_per_forward,
         weight_sync_mode=settings.weight_sync_mode,

@@ -8,8 +8,10 @@ Shapes: G prompt groups, N candidates of a group.
 
 import importlib
 import json
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from flowgrpo_fsdp_actor.actor import UpdateReport
     from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree
     from flowgrpo_rollout_sglang.engine import RolloutEngine
-    from flowgrpo_rollout_sglang.wire import SyncReport
+    from flowgrpo_rollout_sglang.wire import Shard, SyncReport
 
 
 def _load(path: str) -> Any:
@@ -54,39 +56,65 @@ class RolloutWorker:
     def wake(self, tags: Sequence[str] | None = None) -> None:
         self._engine.wake(tags)
 
-    def begin(self, manifest: str, channel: str) -> None:
-        self._engine.begin(manifest, channel)
+    def split(self) -> dict[str, int]:
+        return self._engine.split()
 
-    def verify(self) -> Any:
-        return self._engine.verify()
+    def begin(self, manifest: str, channel: str, *rank: int) -> None:
+        self._engine.begin(manifest, channel, *rank)
+
+    def verify(self, *rank: int) -> Any:
+        return self._engine.verify(*rank)
 
     def commit(self, version: int) -> None:
         self._engine.commit(version)
 
-    def abort(self) -> None:
-        self._engine.abort()
+    def abort(self, *rank: int) -> None:
+        self._engine.abort(*rank)
 
     def stop(self) -> None:
         self._engine.stop()
 
 
-class EngineClient:
-    """What a rank's sender calls: the control half of a weight transaction, over Ray."""
+@dataclass(frozen=True)
+class SyncTarget:
+    """Where a training rank's weights go: the engine of its card, and which of its ranks that is.
 
-    def __init__(self, engine: Any, name: str):
-        self._engine, self.name = engine, name
+    What the rank's sender calls is the control half of a weight transaction, over Ray.
+    """
+
+    engine: Any
+    engine_name: str
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.engine_name if self.ranks == 1 else f"{self.engine_name}.{self.rank}"
+
+    @property
+    def _rank(self) -> tuple[int, ...]:
+        """An engine of one device need not know of ranks."""
+        return () if self.ranks == 1 else (self.rank,)
+
+    def shards(self, shapes: Sequence[tuple[str, Sequence[int]]]) -> "dict[str, Shard]":
+        """What the engine's rank holds of each tensor; not named is what it holds whole."""
+        if self.ranks == 1:
+            return {}
+        from flowgrpo_rollout_sglang.wire import even_shards
+
+        return even_shards(shapes, ray.get(self.engine.split.remote()), self.rank, self.ranks)
 
     def begin(self, manifest: str, channel: str) -> None:
-        ray.get(self._engine.begin.remote(manifest, channel))
+        ray.get(self.engine.begin.remote(manifest, channel, *self._rank))
 
     def verify(self) -> Any:
-        return ray.get(self._engine.verify.remote())
+        return ray.get(self.engine.verify.remote(*self._rank))
 
     def commit(self, version: int) -> None:
-        ray.get(self._engine.commit.remote(version))
+        ray.get(self.engine.commit.remote(version))
 
     def abort(self) -> None:
-        ray.get(self._engine.abort.remote())
+        ray.get(self.engine.abort.remote(*self._rank))
 
 
 @ray.remote
@@ -102,6 +130,10 @@ class ActorWorker:
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def place(self) -> tuple[str, str]:
+        """The node of this rank, and its CUDA_VISIBLE_DEVICES: the card that an engine must take to be beside it."""
+        return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def start(self, master: tuple[str, int], wire: dict[str, Any]) -> None:
         """Joins the process group, loads and shards the model, attaches to the rows.
@@ -145,22 +177,24 @@ class ActorWorker:
         return self._actor.replay_parity(sidecars, join=self._config.n_samples_per_prompt)
 
     def send_weights(
-        self, version: int, base_version: int | None, engine: Any, name: str, must_change: bool
-    ) -> "SyncReport | None":
+        self, version: int, base_version: int | None, target: SyncTarget, must_change: bool
+    ) -> "SyncReport":
         """Gathers the policy and sends it to this rank's engine, up to and including verify; commits nothing.
 
-        A rank without an engine of its own (`engine` None) only takes part in the gather.
         Raises: WeightSyncError naming the engine, the version and the tensors.
         """
-        manifest = self._sender.manifest(
-            self._actor.wire_manifest_entries(),
-            version=version,
-            mode="adapter" if self._config.lora_adapter_mode else "full",
-            base_version=base_version,
-        )
-        self._last_manifest = json.loads(manifest.to_json())
-        client = EngineClient(engine, name) if engine is not None else None
-        return self._actor.send_weights(self._sender, manifest, client, must_change=must_change)
+        from flowgrpo_rollout_sglang.wire import FullWeightManifest, sharded_shapes
+
+        def manifest_of(shapes: Iterable[tuple[str, Sequence[int]]]) -> FullWeightManifest:
+            mode = "adapter" if self._config.lora_adapter_mode else "full"
+            return self._sender.manifest(shapes, version=version, mode=mode, base_version=base_version)
+
+        entries = self._actor.wire_manifest_entries()
+        manifest, shards = manifest_of(entries), target.shards(entries)
+        self._last_manifest = json.loads(manifest.to_json())  # of the policy, however engines divide it
+        if shards:
+            manifest = manifest_of(sharded_shapes(entries, shards))
+        return self._actor.send_weights(self._sender, manifest, target, shards=shards, must_change=must_change)
 
     def save_checkpoint(
         self, tree: "CheckpointTree", n: int, state: dict[str, Any], contract: dict[str, Any], history: str

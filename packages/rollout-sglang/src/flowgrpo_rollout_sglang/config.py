@@ -225,7 +225,9 @@ class EngineConfig:
     model_revision: str | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     num_gpus: int = 1
-    """Devices that this engine owns (0 on the CPU)."""
+    """Devices that hold the engine's model together; on the CPU as many processes do."""
+    visible_devices: str | None = None
+    """CUDA_VISIBLE_DEVICES of the engine's own processes, in the order of the trainer's ranks; None: as in this one."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Number format of the transformer."""
     candidates_per_forward: int | None = None
@@ -240,3 +242,8 @@ class EngineConfig:
     """Where a server process writes its log."""
     start_timeout_s: float = 600.0
     """Longest wait until the engine is ready."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that hold a part of the model each."""
+        return max(1, self.num_gpus)

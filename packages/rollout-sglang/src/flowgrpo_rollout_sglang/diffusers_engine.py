@@ -57,6 +57,9 @@ class DiffusersEngine:
         folder = Path(self.config.model_path)
         if missing := [part for part in ("model_index.json", "transformer", "vae") if not (folder / part).exists()]:
             raise EngineError(self.name, f"model folder {folder} lacks {', '.join(missing)}", "check --model-path")
+        if self.config.num_gpus > 1:
+            what = f"num_gpus = {self.config.num_gpus}: this engine runs on one device"
+            raise EngineError(self.name, what, "set --rollout-num-gpus-per-engine 1, or use the SGLang engine")
         with self._memory_for("loading the pipeline", LOWER_RESIDENT):
             pipeline = QwenImagePipeline.from_pretrained(folder, torch_dtype=DTYPES[self.config.dtype])
             pipeline.to(self.config.device)

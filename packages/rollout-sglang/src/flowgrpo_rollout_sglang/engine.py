@@ -36,6 +36,9 @@ class RolloutEngine(Protocol):
     """One engine: it owns a copy of the policy, draws images with it, and takes new weights as transactions.
 
     Tags of sleep and wake: "weights" (the transformer) and "frozen" (VAE, text encoder, caches).
+
+    An engine over several devices has a rank on each, which holds a part of the weights and takes it in a transaction
+    of its own; such an engine has `split`, and its begin, verify and abort take the rank as their last argument.
     """
 
     name: str
@@ -57,6 +60,11 @@ class RolloutEngine(Protocol):
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Brings `tags` (None: all) back, bit for bit."""
 
+    def split(self) -> dict[str, int]:
+        """Of an engine over several devices: which dimension of each tensor its ranks divide evenly, in their order.
+
+        A tensor that is not in it goes whole to every rank."""
+
     def begin(self, manifest: Any, channel: Any) -> None:
         """Opens a weight transaction: resolves every name, opens the sender's channel. Moves no byte."""
 
@@ -64,10 +72,11 @@ class RolloutEngine(Protocol):
         """Waits until every bucket is written, compares count, bytes and fingerprints with the manifest."""
 
     def commit(self, version: int) -> None:
-        """Makes the verified weights serve as `version`."""
+        """Makes the verified weights serve as `version`: on all ranks, or on none if one has not verified them."""
 
     def abort(self) -> None:
-        """Ends an open transaction. If a byte was written, the engine refuses to generate until a commit."""
+        """Ends an open transaction, on all ranks if none is named. If a byte was written, the engine refuses to
+        generate until a commit."""
 
     def stop(self) -> None:
         """Ends it and all its processes. Safe to call twice."""

@@ -74,9 +74,6 @@ class SGLangNativeGenerationEngine:
             raise EngineError(self.name, f"SGLang is not patched as it must be: {error}", error.remedy) from error
         if not Path(self._model_path, "model_index.json").is_file():
             raise EngineError(self.name, f"{self._model_path} is no model folder", "check --model-path")
-        if self.config.num_gpus > 1:
-            what = f"num_gpus = {self.config.num_gpus}: one engine drives one GPU"
-            raise EngineError(self.name, what, "set --rollout-num-gpus-per-engine 1 and start more engines")
         folder = Path(self.config.log_folder or tempfile.mkdtemp(prefix="flowgrpo-log-"))
         log = folder / f"{self.name}.sglang.log"
         arguments = server_arguments(self.config, self._model_path)
@@ -109,8 +106,9 @@ class SGLangNativeGenerationEngine:
             "model_path": self._model_path,
             "dtype": {"bf16": "bfloat16", "fp32": "float32"}[self.config.dtype],
             "device": self.config.device,
+            "ranks": self.config.num_ranks,
         }
-        found = {**info, "device": str(info["device"]).split(":")[0]}
+        found = {**info, "device": str(info["device"]).split(":")[0], "ranks": len(info["devices"])}
         if differ := [
             f"{key} is {found[key]}, expected {value}" for key, value in wanted.items() if found[key] != value
         ]:
@@ -216,22 +214,28 @@ class SGLangNativeGenerationEngine:
 
     # ------------------------------------------------------------------ weights
 
-    def begin(self, manifest: str, channel: str) -> None:
-        """See `RolloutEngine.begin`: JSON of a manifest and of a channel. Raises WeightSyncError, EngineError."""
-        self._call("POST", "/flowgrpo/weights/begin", json={"manifest": manifest, "channel": channel})
+    def split(self) -> dict[str, int]:
+        """See `RolloutEngine.split`. Raises EngineError."""
+        return self._call("POST", "/flowgrpo/weights/split", json={}).json()["dims"]
 
-    def verify(self) -> VerifyReport:
+    def begin(self, manifest: str, channel: str, rank: int = 0) -> None:
+        """See `RolloutEngine.begin`: JSON of a manifest and of a channel. Raises WeightSyncError, EngineError."""
+        body = {"manifest": manifest, "channel": channel, "rank": rank}
+        self._call("POST", "/flowgrpo/weights/begin", json=body)
+
+    def verify(self, rank: int = 0) -> VerifyReport:
         """See `RolloutEngine.verify`. Raises WeightSyncError, EngineError."""
-        return VerifyReport.from_json(self._call("POST", "/flowgrpo/weights/verify", json={}).json()["report"])
+        answer = self._call("POST", "/flowgrpo/weights/verify", json={"rank": rank})
+        return VerifyReport.from_json(answer.json()["report"])
 
     def commit(self, version: int) -> None:
         """See `RolloutEngine.commit`. Raises WeightSyncError, EngineError."""
         answer = self._call("POST", "/flowgrpo/weights/commit", json={"version": version})
         self.policy_version = answer.json()["policy_version"]
 
-    def abort(self) -> None:
+    def abort(self, rank: int | None = None) -> None:
         """See `RolloutEngine.abort`. Raises EngineError."""
-        self._call("POST", "/flowgrpo/weights/abort", json={})
+        self._call("POST", "/flowgrpo/weights/abort", json={"rank": rank})
 
     # ------------------------------------------------------------------ the wire
 
@@ -259,8 +263,10 @@ class SGLangNativeGenerationEngine:
         raise EngineError(self.name, f"{path} was refused: {detail}")
 
     def _weight_error(self, detail: str) -> WeightSyncError:
-        """The server's error under this engine's name."""
-        return WeightSyncError(self.name, *WeightSyncError.from_json(detail).args[1:])
+        """The server's error under this engine's name, and its rank's where it has several."""
+        rank, *said = WeightSyncError.from_json(detail).args
+        name = self.name if self.config.num_ranks == 1 else f"{self.name}.{rank}"
+        return WeightSyncError(name, *said)
 
     def _loaded(self) -> ServerProcess:
         if self._server is None:
@@ -316,7 +322,8 @@ def _noise_of(group: Mapping[str, Any]) -> list[list[Any]]:
 def server_environment(config: EngineConfig) -> dict[str, str]:
     """What the server's process needs beside this one's environment."""
     threads = {name: value for name, value in THREADS[config.device].items() if name not in os.environ}
-    return ENVIRONMENT | threads | (CPU_ENVIRONMENT if config.device == "cpu" else {})
+    visible = {} if config.visible_devices is None else {"CUDA_VISIBLE_DEVICES": config.visible_devices}
+    return ENVIRONMENT | threads | visible | (CPU_ENVIRONMENT if config.device == "cpu" else {})
 
 
 def server_arguments(config: EngineConfig, model_path: str) -> list[str]:
@@ -329,7 +336,7 @@ def server_arguments(config: EngineConfig, model_path: str) -> list[str]:
         "--backend": "sglang",
         "--model-id": "qwen-image",
         "--model-path": model_path,
-        "--num-gpus": "1",
+        "--num-gpus": str(config.num_ranks),
         "--attention-backend": "torch_sdpa",
         "--warmup-mode": "off",
         "--dit-precision": precision,
@@ -339,4 +346,8 @@ def server_arguments(config: EngineConfig, model_path: str) -> list[str]:
         "--text-encoder-cpu-offload": "false",
         "--vae-cpu-offload": "false",
     }
+    if config.num_ranks > 1:
+        # Layers are divided, not the candidates or their tokens: a rank then holds a part of the weights, not all.
+        # The VAE is whole on each, and so are its pictures.
+        arguments |= {"--tp-size": str(config.num_ranks), "--vae-config.use-parallel-decode": "false"}
     return [text for pair in arguments.items() for text in pair]

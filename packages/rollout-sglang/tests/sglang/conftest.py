@@ -26,6 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SERVED = {"engine", "started"}
 """Fixtures that start a server."""
+RANKED = "ranks"
+"""The fixture that starts one of two ranks, which needs a GPU for each."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,7 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before `-m` selects: on a GPU machine a test that starts a server is a GPU test."""
     if DEVICE == "cuda":
         for item in items:
-            if HERE in item.path.parents and SERVED & set(getattr(item, "fixturenames", ())):
+            fixtures = set(getattr(item, "fixturenames", ())) if HERE in item.path.parents else set()
+            if RANKED in fixtures:
+                item.add_marker(pytest.mark.multigpu)
+            elif SERVED & fixtures:
                 item.add_marker(pytest.mark.gpu)
 
 
@@ -50,7 +55,7 @@ def make_config(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
     def make(name: str, dtype: str = "fp32", **more: object) -> EngineConfig:
         return EngineConfig(
-            name=name, model_path=model_folder, device=DEVICE, dtype=dtype, log_folder=logs, **{"num_gpus": 1} | more
+            name=name, device=DEVICE, dtype=dtype, log_folder=logs, **{"model_path": model_folder, "num_gpus": 1} | more
         )
 
     return make

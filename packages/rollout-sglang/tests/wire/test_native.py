@@ -9,7 +9,7 @@ import torch
 from flowgrpo_rollout_sglang.wire import host, native
 from flowgrpo_rollout_sglang.wire.layout import bucket_layout
 from flowgrpo_rollout_sglang.wire.manifest import TensorEntry
-from flowgrpo_rollout_sglang.wire.pieces import piece_rows
+from flowgrpo_rollout_sglang.wire.pieces import is_native_source, piece_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,6 +108,27 @@ def test_the_native_scatter_writes_columns_of_a_fused_parameter(copies, target, 
         run(copies, False, slot, bucket, [view] * len(bucket.pieces), entries, held)
     assert torch.equal(fused, expected)
     assert torch.equal(held, packed)
+
+
+@pytest.mark.parametrize(("source", "wire"), [(BF16, "bf16"), (FP32, "fp32"), (FP32, "bf16")], ids=str)
+@pytest.mark.parametrize(("first", "width"), [(0, 64), (64, 64), (3, 61)])
+def test_the_native_gather_packs_the_columns_of_a_rank_as_they_lie(copies, source, wire, first, width):
+    view = torch.randn(700, 128).to(source).narrow(1, first, width)
+    assert is_native_source(view)
+    entries = [TensorEntry("w", tuple(view.shape), wire)]
+    ours, plain = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for bucket in bucket_layout(tuple(entries), 128 * 50):
+        mine, theirs = aligned_slot(128 * 50), aligned_slot(128 * 50)
+        run(copies, True, mine, bucket, [view] * len(bucket.pieces), entries, ours)
+        host.pack(theirs, bucket, [view] * len(bucket.pieces), entries, plain)
+        (piece,) = bucket.pieces
+        assert torch.equal(mine[: piece.nbytes], theirs[: piece.nbytes])
+    assert torch.equal(ours, plain)
+
+
+def test_a_source_whose_elements_lie_in_another_order_is_copied_first():
+    assert not is_native_source(torch.zeros(8, 6).t())
+    assert not is_native_source(torch.zeros(8, 6, dtype=torch.float64))
 
 
 def test_casts_of_rounding_edges_infinities_and_subnormals_are_those_of_torch(copies):

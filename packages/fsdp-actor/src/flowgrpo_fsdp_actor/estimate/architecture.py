@@ -46,6 +46,8 @@ SHARED_INPUT = {
     "attn.add_v_proj": "attn.add_q_proj",
 }
 """Layers that read the same tensor: it is saved once."""
+INPUTS_DIVIDED = ("attn.to_out.0", "attn.to_add_out", "img_mlp.net.2", "txt_mlp.net.2")
+"""Where the cards of an SGLang engine divide a layer's inputs, and hold its bias whole; elsewhere its outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,27 @@ class Transformer:
         adapters.check([x.name for x in BLOCK_LINEARS])
         widths = sum(x.inputs + x.outputs for x in BLOCK_LINEARS if adapters.on(x.name))
         return self.blocks * adapters.rank * widths * self.width
+
+    def engine_rank_parameters(self, cards: int, adapters: Adapters | None = None) -> int:
+        """Elements that each card of an SGLang engine over `cards` cards holds, adapters included.
+
+        Its cards divide attention, the image's MLP and the ends; modulations and norms are whole on each, and so is
+        the text's MLP on two cards (0.5.15.post1, `models/dits/qwen_image.py`).
+        """
+        d, held = self.width, self.parameters
+        for name, size in self._outer_linears().items():
+            if name in ("img_in", "txt_in", "proj_out"):
+                held -= size - size // cards
+        for x in BLOCK_LINEARS:
+            inputs, outputs, rank = x.inputs * d, x.outputs * d, 0
+            if adapters is not None and adapters.on(x.name):
+                rank = adapters.rank
+            held += self.blocks * rank * (inputs + outputs)
+            if x.stream == "row" or (x.name.startswith("txt_mlp") and cards <= 2):
+                continue
+            whole = inputs * outputs + (rank * inputs if x.name in INPUTS_DIVIDED else outputs + rank * outputs)
+            held -= self.blocks * (whole - whole // cards)
+        return held
 
     # ------------------------------------------------------------------ arithmetic
 

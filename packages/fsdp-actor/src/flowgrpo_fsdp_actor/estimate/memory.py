@@ -52,7 +52,7 @@ class RunShape:
     """Assumed of every prompt: the true lengths are known when the engine has encoded them."""
     engine: EngineKind = SGLANG
     engine_gpus: int = 1
-    """Cards of one engine; each holds the whole model."""
+    """Cards of one engine, which divide its transformer; the other parts are counted whole on each."""
     engine_dtype: str = "bf16"
     candidates_per_forward: int | None = None
     bucket_mb: int = 512
@@ -207,8 +207,10 @@ class MemoryModel:
 
     @property
     def engine_transformer(self) -> float:
-        adapter = self.adapter_elements if self.config.lora_adapter_mode else 0
-        return (self.model.transformer.parameters + adapter) * DTYPE_BYTES[self.run.engine_dtype]
+        """What one card of an engine holds of it."""
+        adapters = self.adapters if self.config.lora_adapter_mode else None
+        held = self.model.transformer.engine_rank_parameters(self.run.engine_gpus, adapters)
+        return held * DTYPE_BYTES[self.run.engine_dtype]
 
     @property
     def engine_frozen(self) -> float:

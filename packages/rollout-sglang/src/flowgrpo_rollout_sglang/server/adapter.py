@@ -3,6 +3,9 @@
 A merge in bf16 would round most of a small adapter away. The layer keeps its class, its weight and its name; a
 forward hook adds `scaling * B(A(x))` to its output, in the order and the dtype in which PEFT does it.
 
+Where devices divide a layer, they divide its adapter alike: B where the layer's outputs are divided, A where its
+inputs are, and then the r products of A are summed over the devices, as the layer's own are.
+
 Shapes: r rank, I and O a layer's input and output width.
 """
 
@@ -11,6 +14,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from flowgrpo_rollout_sglang.server.ranks import split_dim
 
 CHILD = "flowgrpo_lora"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -26,9 +31,15 @@ class LoraDelta(nn.Module):
         self.scaling = alpha / rank
         self.A = nn.Parameter(torch.zeros(rank, in_features, **options), requires_grad=False)
         self.B = nn.Parameter(torch.zeros(out_features, rank, **options), requires_grad=False)
+        self._sum = layer.tp_group.all_reduce if split_dim(layer) == 1 else None
+        self._join = layer.tp_group.all_gather if split_dim(layer) == 0 and layer.gather_output else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(linear(x.to(self.A.dtype), self.A), self.B) * self.scaling
+        low = linear(x.to(self.A.dtype), self.A)
+        if self._sum is not None:
+            low = self._sum(low)
+        delta = linear(low, self.B) * self.scaling
+        return delta if self._join is None else self._join(delta, dim=-1)
 
 
 class Adapter:
@@ -63,6 +74,12 @@ class Adapter:
             delta = layer.get_submodule(CHILD)
             found[name + _A], found[name + _B] = delta.A, delta.B
         return found
+
+    def split_dims(self) -> dict[str, int]:
+        """As `ranks.split_dims`, of the adapter's tensors."""
+        factor = {0: _B, 1: _A}
+        dims = {name: split_dim(layer) for name, layer in self._layers.items()}
+        return {name + factor[dim]: dim for name, dim in dims.items() if dim is not None}
 
     def remove(self) -> None:
         """The model as it was before."""

@@ -2,8 +2,12 @@
 
 Called by: the patch, once, when SGLang's scheduler has loaded its models; afterwards by SGLang's event loop, one
 command at a time. Every method answers (HTTP status, JSON or bytes); what it raises becomes a status here.
+
+An engine over several devices has such a process for each, and each does every command (`ranks`); the first one's
+answer is the engine's.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -31,11 +35,20 @@ from flowgrpo_rollout_sglang.server.adapter import Adapter, base_parameters, mod
 from flowgrpo_rollout_sglang.server.contract import Command, ContractError, Wave, parse
 from flowgrpo_rollout_sglang.server.launch import FOLDER_VARIABLE
 from flowgrpo_rollout_sglang.server.memory import Memory, UnknownTagError
-from flowgrpo_rollout_sglang.server.sampler import Sampler
-from flowgrpo_rollout_sglang.wire import WeightReceiver, WeightSender, WeightSyncError, strip_transport_wrappers
+from flowgrpo_rollout_sglang.server.ranks import Answer, Ranks, RefusedTogetherError, split_dims, whole_shape
+from flowgrpo_rollout_sglang.server.sampler import Drawn, Sampler
+from flowgrpo_rollout_sglang.wire import (
+    WeightReceiver,
+    WeightSender,
+    WeightSyncError,
+    even_shards,
+    sharded,
+    sharded_shapes,
+    strip_transport_wrappers,
+)
+from flowgrpo_rollout_sglang.wire.cuda_memory import device_uuid
 
 logger = logging.getLogger(__name__)
-Answer = tuple[int, Any]
 
 
 class RefusedError(RuntimeError):
@@ -44,11 +57,11 @@ class RefusedError(RuntimeError):
 
 def install(scheduler: Any) -> None:
     """Puts a Server behind SGLang's scheduler. Called by the patch."""
-    if scheduler.server_args.num_gpus != 1:
-        raise RuntimeError(
-            f"num_gpus = {scheduler.server_args.num_gpus}: this engine runs on one device; start several"
-        )
-    server = Server(scheduler.worker.pipeline, scheduler.server_args)
+    args, group = scheduler.server_args, scheduler.worker.tp_group
+    if args.num_gpus != args.tp_size:
+        raise RuntimeError(f"num_gpus {args.num_gpus}, tp_size {args.tp_size}: devices of an engine only divide layers")
+    ranks = Ranks(group.rank_in_group, group.world_size, group.cpu_group)
+    server = Server(scheduler.worker.pipeline, args, ranks)
     scheduler.worker.flowgrpo_memory = server.memory
     scheduler.worker.pipeline.flowgrpo = server
     scheduler.request_handlers[Command] = server.handle
@@ -60,26 +73,33 @@ def install(scheduler: Any) -> None:
 class Server:
     """All that one engine can be asked to do."""
 
-    def __init__(self, pipeline: Any, server_args: Any):
-        self._args = server_args
+    def __init__(self, pipeline: Any, server_args: Any, ranks: Ranks):
+        self._args, self._ranks = server_args, ranks
         self._pipeline = pipeline
         self._sampler = Sampler(pipeline, server_args)
         frozen = [pipeline.get_module(name) for name in ("text_encoder", "vae")]
         self.memory = Memory({"weights": [self._sampler.transformer], "frozen": frozen})
         self._adapter: Adapter | None = None
+        self._name = "sglang" if ranks.size == 1 else str(ranks.rank)
         self._receiver = WeightReceiver(
-            lambda: base_parameters(self._sampler.transformer), engine="sglang", mode="full"
+            lambda: base_parameters(self._sampler.transformer), engine=self._name, mode="full"
         )
         self._unversioned = 0
         self._answers = 0
 
     def handle(self, requests: Sequence[Command]) -> OutputBatch:
         """SGLang's handler for our commands."""
-        return OutputBatch(output=self._answer(requests[0]))
+        try:
+            answer = self._ranks.conclude(self._answer(requests[0]))
+        except RefusedTogetherError as refused:
+            answer = refused.answer
+        return OutputBatch(output=answer)
 
     def _answer(self, command: Command) -> Answer:
         try:
             return getattr(self, command.name)(*command.arguments)
+        except RefusedTogetherError:
+            raise
         except WeightSyncError as error:
             return 409, {"error": "weights", "detail": error.to_json()}
         except (ContractError, UnknownTagError) as error:
@@ -88,7 +108,8 @@ class Server:
             return 409, {"error": "refused", "detail": str(error)}
         except Exception as error:  # the boundary of the process: the caller must read what happened
             logger.exception("command %s failed", command.name)
-            return 500, {"error": "internal", "detail": f"{type(error).__name__}: {error}"}
+            where = "" if self._ranks.size == 1 else f"on rank {self._ranks.rank}: "
+            return 500, {"error": "internal", "detail": f"{where}{type(error).__name__}: {error}"}
 
     # ------------------------------------------------------------------ rollout
 
@@ -102,9 +123,14 @@ class Server:
         if self.memory.asleep:
             raise RefusedError(f"asked to generate while {sorted(self.memory.asleep)} sleep; resume them first")
         with self._receiver.serving() as version:
+            self._ranks.agree()  # a rank that drew alone would wait for the others for ever
             begun = time.perf_counter()
             sigmas, drawn, seconds = self._sampler.draw(wave)
             seconds["engine_s"] = time.perf_counter() - begun
+        if self._ranks.size > 1:
+            self._check_alike(drawn)
+            if self._ranks.rank > 0:
+                return 200, None
         tensors = {"sigmas": torch.tensor(sigmas, dtype=torch.float32)}
         for g, group in enumerate(drawn):
             tensors |= {f"{g}.{name}": tensor.contiguous() for name, tensor in vars(group).items()}
@@ -115,6 +141,12 @@ class Server:
         name = f"answer-{self._answers}.safetensors"
         save_file(tensors, Path(os.environ[FOLDER_VARIABLE]) / name, metadata=header)
         return 200, {"file": name}
+
+    def _check_alike(self, drawn: Sequence[Drawn]) -> None:
+        """Ranks draw the same noise and sum the same products: anything else means that they hold different things."""
+        digest = hashlib.sha256(b"".join(group.log_probs_NS.numpy().tobytes() for group in drawn)).hexdigest()
+        if len(set(self._ranks.exchange(digest))) > 1:
+            raise RuntimeError(f"the {self._ranks.size} ranks drew different log-probs for the same request")
 
     def _echo(self, wave: Wave, sigmas: Sequence[float], version: int, seconds: Mapping[str, float]) -> dict[str, Any]:
         """What was really used, for the driver to compare with what it asked for."""
@@ -138,6 +170,7 @@ class Server:
             "patch": manifest.digest,
             "device": str(sampler.device),
             "dtype": str(sampler.dtype).removeprefix("torch."),
+            "devices": self._ranks.exchange(_identity(sampler.device)),
             "fused_rope": sampler.fused_rope(),
             "vae_dtype": config.vae_precision,
             "vae_scale_factor": sampler.vae_scale_factor,
@@ -167,28 +200,51 @@ class Server:
 
     # ------------------------------------------------------------------ weights
 
-    def weights_begin(self, manifest: str, channel: str) -> Answer:
+    def weights_split(self) -> Answer:
+        """Which dimension of each tensor of a sync the ranks divide; the others each of them takes whole."""
+        names = base_parameters(self._sampler.transformer) if self._adapter is None else self._adapter.targets()
+        return 200, {"ranks": self._ranks.size, "dims": {n: d for n, d in self._split_dims().items() if n in names}}
+
+    def weights_begin(self, manifest: str, channel: str, rank: int) -> Answer:
+        """Opens the transaction of one rank: each takes its weights from the trainer's rank of its own card."""
         self._ensure_weights_awake()
-        self._receiver.begin(manifest, channel)
-        self.memory.touch("weights")
+        if self._is_mine(rank):
+            self._receiver.begin(manifest, channel)
+            self.memory.touch("weights")
         return 200, {}
 
-    def weights_verify(self) -> Answer:
-        return 200, {"report": self._receiver.verify().to_json()}
+    def weights_verify(self, rank: int) -> Answer:
+        mine = self._is_mine(rank)
+        return 200, {"report": self._ranks.exchange(self._receiver.verify().to_json() if mine else None)[rank]}
 
     def weights_commit(self, version: int) -> Answer:
+        self._receiver.ensure_verified(version)
+        self._ranks.agree()  # all of them commit, or none
         self._receiver.commit(version)
         self._unversioned = 0  # a complete sync: nothing of an earlier write is left
         return 200, {"policy_version": self._receiver.version}
 
-    def weights_abort(self) -> Answer:
-        self._receiver.abort()
+    def weights_abort(self, rank: int | None) -> Answer:
+        """Ends the open transaction of one rank (None: of every rank)."""
+        if rank is None or self._is_mine(rank):
+            self._receiver.abort()
         return 200, {}
+
+    def _is_mine(self, rank: int) -> bool:
+        if not 0 <= rank < self._ranks.size:
+            raise ContractError((f"rank {rank} of an engine of {self._ranks.size}",))
+        return rank == self._ranks.rank
+
+    def _split_dims(self) -> dict[str, int]:
+        if self._ranks.size == 1:
+            return {}
+        return split_dims(self._sampler.transformer) | (self._adapter.split_dims() if self._adapter else {})
 
     def adapter(self, rank: int, alpha: float, target_modules: Sequence[str]) -> Answer:
         """Gives the transformer an adapter of zeros. From then on it takes adapter syncs alone."""
         self._ensure_weights_awake()
         self._receiver.ensure_serving()
+        self._ranks.agree()
         if self._adapter is not None:
             self._adapter.remove()
             self._adapter = None
@@ -198,7 +254,7 @@ class Server:
             raise ContractError((str(error),)) from None
         version = self._receiver.version
         self._receiver.close()
-        self._receiver = WeightReceiver(adapter.targets, engine="sglang", mode="adapter", version=version)
+        self._receiver = WeightReceiver(adapter.targets, engine=self._name, mode="adapter", version=version)
         self.memory.touch("weights")
         return 200, {"layers": len(adapter.targets()) // 2}
 
@@ -234,11 +290,12 @@ class Server:
 
     def _check_lora_shapes(self, tensors: Mapping[str, Tensor], modules: Sequence[str]) -> None:
         """Against the base layers, before anything of the model is changed."""
-        base = base_parameters(self._sampler.transformer)
+        base, dims = base_parameters(self._sampler.transformer), self._split_dims()
         if unknown := [m for m in modules if f"{m}.weight" not in base]:
             raise ContractError((f"unknown layers {', '.join(unknown)}; nothing was applied",))
         for module in modules:
-            out_features, in_features = base[f"{module}.weight"].shape
+            weight = f"{module}.weight"
+            out_features, in_features = whole_shape(weight, tuple(base[weight].shape), dims, self._ranks.size)
             A, B = tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"]
             if A.shape[1] != in_features or B.shape[0] != out_features:
                 why = f"{module} is {out_features} x {in_features}; A {list(A.shape)}, B {list(B.shape)} do not fit"
@@ -246,11 +303,14 @@ class Server:
 
     def _write_lora(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Through the same transaction as every other sync, with this process at both ends."""
+        shapes = [(name, tensor.shape) for name, tensor in tensors.items()]
+        shards = even_shards(shapes, self._split_dims(), self._ranks.rank, self._ranks.size)
         sender = WeightSender(wire_dtype="fp32" if self._sampler.dtype == torch.float32 else "bf16")
         try:
-            manifest = sender.manifest([(n, t.shape) for n, t in tensors.items()], version=version, mode="adapter")
-            sender.send(iter(tensors.items()), manifest, self._receiver)
+            manifest = sender.manifest(sharded_shapes(shapes, shards), version=version, mode="adapter")
+            sender.send(sharded(tensors.items(), shards), manifest, self._receiver)
             self.memory.touch("weights")
+            self._ranks.agree()
             self._receiver.commit(version)
         finally:
             sender.close()
@@ -269,6 +329,8 @@ class Server:
                 check()
             except (RefusedError, WeightSyncError) as error:
                 return str(error)
+        if self._ranks.size > 1:
+            return f"this engine holds its weights in {self._ranks.size} parts: send them in a weight transaction"
         if self._adapter is not None:
             return "the transformer carries a LoRA adapter: a full-weight update is refused; send adapter tensors"
         return None
@@ -276,3 +338,8 @@ class Server:
     def note_unversioned_update(self) -> None:
         self._unversioned += 1
         self.memory.touch("weights")
+
+
+def _identity(device: torch.device) -> str:
+    """The card, whatever its index in this process; "cpu" on the CPU."""
+    return device_uuid(device) if device.type == "cuda" else "cpu"

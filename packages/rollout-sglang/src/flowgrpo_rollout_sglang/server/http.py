@@ -30,6 +30,14 @@ from flowgrpo_rollout_sglang.server.contract import (
 
 REFUSED_ROUTES = ("/update_weights_from_disk", "/v1/set_lora", "/v1/merge_lora_weights", "/v1/unmerge_lora_weights")
 OPEN_ROUTES = ("/health",)
+WEIGHT_VERBS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "split": ((), {}),
+    "begin": (("manifest", "channel"), {"rank": 0}),
+    "verify": ((), {"rank": 0}),
+    "commit": (("version",), {}),
+    "abort": ((), {"rank": None}),
+}
+"""Of `/flowgrpo/weights/{verb}`: the fields that its body must hold, and those that it may."""
 
 
 def install(app: FastAPI, server_args: Any) -> None:
@@ -66,10 +74,11 @@ def install(app: FastAPI, server_args: Any) -> None:
 
     @app.post("/flowgrpo/weights/{verb}")
     async def weights(verb: str, request: Request) -> Response:
-        fields = {"begin": ("manifest", "channel"), "verify": (), "commit": ("version",), "abort": ()}
-        if verb not in fields:
+        if verb not in WEIGHT_VERBS:
             return _reply((404, {"error": "request", "detail": f"unknown verb {verb!r}"}))
-        return await _call(f"weights_{verb}", await _json(request, {}), fields[verb])
+        body, (fields, defaults) = await _json(request, {}), WEIGHT_VERBS[verb]
+        body = defaults | body if isinstance(body, Mapping) else body
+        return await _call(f"weights_{verb}", body, (*fields, *defaults))
 
     @app.post("/flowgrpo/adapter")
     async def adapter(request: Request) -> Response:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from multiprocessing.connection import wait
 
 PARENT_VARIABLE = "FLOWGRPO_PARENT_FD"
@@ -41,10 +40,11 @@ def _watch_parent(descriptor: int) -> None:
 
 
 def _watch_scheduler() -> None:
-    """Without its scheduler the HTTP side would keep every request waiting for ever."""
-    while not (children := multiprocessing.active_children()):
-        time.sleep(_LOOK_EVERY_S)
-    wait([child.sentinel for child in children])
+    """Without its scheduler the HTTP side would keep every request waiting for ever. Each device has one; the
+    others cannot go on without it."""
+    children: set[multiprocessing.process.BaseProcess] = set()
+    while not wait([child.sentinel for child in children], timeout=_LOOK_EVERY_S):
+        children |= set(multiprocessing.active_children())
     _end_group("the scheduler process ended")
 
 

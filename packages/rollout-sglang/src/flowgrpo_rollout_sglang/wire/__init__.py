@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what the names below are; at run time each comes from its m
     from .sender import WeightSender as WeightSender
     from .shards import Shard as Shard
     from .shards import even_shard as even_shard
+    from .shards import even_shards as even_shards
     from .shards import sharded as sharded
     from .shards import sharded_shapes as sharded_shapes
 
@@ -40,6 +41,7 @@ _HOME = {
     "WeightSender": "sender",
     "WeightSyncError": "errors",
     "even_shard": "shards",
+    "even_shards": "shards",
     "lora_merged": "lora",
     "sharded": "shards",
     "sharded_shapes": "shards",

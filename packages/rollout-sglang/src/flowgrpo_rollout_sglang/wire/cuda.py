@@ -190,7 +190,8 @@ class CudaReceiverSlots:
         take_fds(link)
         device = cuda_memory.device_with(channel.device_uuid)
         if device is None:
-            raise DeviceMismatchError(f"the sender's GPU {channel.device_uuid} is not visible to the engine")
+            seen = ", ".join(cuda_memory.visible_uuids()) or "none"
+            raise DeviceMismatchError(f"the sender's GPU {channel.device_uuid} is not among the engine's: {seen}")
         self.device = device
         self._copies = _Copies(device)
         self._targets: Sequence[Tensor] = ()
@@ -205,9 +206,12 @@ class CudaReceiverSlots:
             self._views = list(whole.split(channel.slot_bytes))
 
     def begin(self, entries: Sequence[TensorEntry], targets: Sequence[Tensor], buckets: Sequence[Bucket]) -> None:
-        strange = [e.name for e, t in zip(entries, targets, strict=True) if t.device != self.device]
+        strange = [(e.name, t.device) for e, t in zip(entries, targets, strict=True) if t.device != self.device]
         if strange:
-            raise DeviceMismatchError(f"{strange[0]} and {len(strange) - 1} more are not on the sender's GPU")
+            name, held = strange[0]
+            there = cuda_memory.device_uuid(held) if held.type == "cuda" else held
+            theirs = cuda_memory.device_uuid(self.device)
+            raise DeviceMismatchError(f"{name} lies on {there}, the sender's slots on GPU {theirs}")
         self._targets = targets
         torch.cuda.synchronize(self.device)  # what the engine still does with the old weights ends first
         with torch.cuda.stream(self._stream):

@@ -111,7 +111,12 @@ def device_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def visible_uuids() -> list[str]:
+    """The identities of this process's GPUs, by index."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [device_uuid(torch.device("cuda", index)) for index in range(count)]
+
+
 def device_with(uuid: str) -> torch.device | None:
     """The visible GPU of that identity."""
-    indices = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
-    return next((torch.device("cuda", i) for i in indices if device_uuid(torch.device("cuda", i)) == uuid), None)
+    return next((torch.device("cuda", i) for i, found in enumerate(visible_uuids()) if found == uuid), None)

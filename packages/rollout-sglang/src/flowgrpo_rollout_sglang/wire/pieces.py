@@ -22,8 +22,14 @@ _KINDS: dict[tuple[torch.dtype, WireDtype], int] = {
 
 
 def is_native_source(tensor: Tensor) -> bool:
-    """Whether the native gather reads this tensor as it is."""
-    return tensor.is_contiguous() and tensor.dtype in (torch.bfloat16, torch.float32)
+    """Whether the native gather reads this tensor as it is: also a slice of it, whose rows are evenly spaced."""
+    if tensor.dtype not in (torch.bfloat16, torch.float32):
+        return False
+    try:
+        rows(tensor)
+    except ValueError:
+        return False
+    return True
 
 
 def rows(tensor: Tensor) -> tuple[int, int]:

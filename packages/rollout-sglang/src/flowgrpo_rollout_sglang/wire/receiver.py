@@ -154,18 +154,15 @@ class WeightReceiver:
     def commit(self, version: int) -> None:
         """Makes the verified weights serve as `version`. Raises WeightSyncError: `unverified`, `version`."""
         with self._lock:
-            transaction = self._open
-            if transaction is None or transaction.report is None:
-                what = (
-                    "commit of a transaction that was not verified" if transaction else "commit without a transaction"
-                )
-                raise self._error(version, "unverified", what, hint="call verify first, on every engine")
-            if version != transaction.manifest.version or version <= self.version:
-                what = f"commit of {version}; verified is {transaction.manifest.version}, served {self.version}"
-                raise self._error(version, "version", what)
+            transaction = self._verified(version)
             self.version, self._committed = version, transaction.fingerprints
             self._mode = transaction.manifest.mode
             self._open = self._failed = self._ended = None
+
+    def ensure_verified(self, version: int) -> None:
+        """Returns if `commit(version)` would succeed; raises what that would raise."""
+        with self._lock:
+            self._verified(version)
 
     def abort(self) -> None:
         """Ends an open transaction, also a verified one; without one it does nothing."""
@@ -186,6 +183,16 @@ class WeightReceiver:
         self.abort()
         with self._lock:
             self._disconnect()
+
+    def _verified(self, version: int) -> _Transaction:
+        transaction = self._open
+        if transaction is None or transaction.report is None:
+            what = "commit of a transaction that was not verified" if transaction else "commit without a transaction"
+            raise self._error(version, "unverified", what, hint="call verify first, on every engine")
+        if version != transaction.manifest.version or version <= self.version:
+            what = f"commit of {version}; verified is {transaction.manifest.version}, served {self.version}"
+            raise self._error(version, "version", what)
+        return transaction
 
     def _check_state(self, manifest: FullWeightManifest) -> None:
         version = manifest.version

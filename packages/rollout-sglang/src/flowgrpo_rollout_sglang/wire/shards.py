@@ -1,6 +1,7 @@
 """What one rank of a tensor-parallel engine holds of each tensor, so that its sender sends no more than that.
 
-Each rank of the engine has a receiver of its own, and its own verdict; the driver commits when all have verified.
+Each rank of the engine has a receiver of its own, which gets its slices, whole, from the trainer's rank of its card,
+and its own verdict; the driver commits when all have verified. Neither end of a link knows of slices.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,20 @@ def even_shard(shape: Sequence[int], dim: int, rank: int, world_size: int) -> Sh
         raise ValueError(f"dimension {dim} of {tuple(shape)} does not divide by {world_size}")
     length = shape[dim] // world_size
     return Shard(dim, rank * length, length)
+
+
+def even_shards(
+    shapes: Iterable[tuple[str, Sequence[int]]], dims: Mapping[str, int], rank: int, world_size: int
+) -> dict[str, Shard]:
+    """The `rank`-th slice of each tensor that `dims` names. Raises ValueError, naming the tensor, if one has none."""
+    shards = {}
+    for name, shape in shapes:
+        if name in dims:
+            try:
+                shards[name] = even_shard(shape, dims[name], rank, world_size)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+    return shards
 
 
 def sharded_shapes(
