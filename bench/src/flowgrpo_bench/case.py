@@ -34,7 +34,7 @@ class Workload:
     bytes_stored: int = 0
     """Bytes of one call on a disk or the bus, for GB/s; no copy in memory is a floor of it."""
     operations: int = 0
-    """Arithmetic operations of one call; 0 where that is not the limit."""
+    """Arithmetic operations of one call; 0 where that is not the limit. On an H200 they give the arithmetic floor."""
     prepare: Mapping[str, Callable[[], None]] = field(default_factory=dict)
     """By variant (`ours`, a rival's name): comes before each of its calls; they are timed one by one, all of them."""
 

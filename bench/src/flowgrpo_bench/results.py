@@ -7,6 +7,8 @@ from typing import Any
 
 BASELINES = Path(__file__).resolve().parents[2] / "baselines"
 OURS = "ours"
+FLOPS = {"h200": 788e12}
+"""Machine kind -> operations a second of large bf16 products, as measured: the rate of the arithmetic floor."""
 COPY = "copy"
 
 

@@ -1,123 +1,228 @@
-"""Where a rollout's time goes: the server's sampler in this process, without the server around it.
+"""Where a rollout's time goes: forwards by themselves, the server's sampler in this process, whole requests.
 
-    python -m flowgrpo_bench.rollout_profile [LAYERS HEADS SIDE]     12 24 384 if left out
+    python -m flowgrpo_bench.rollout_profile [--layers 12 --heads 24 --side 384] [--no-compiled]
 
-Prints seconds by part for several numbers of candidates, one forward of SGLang and of diffusers (until it is launched,
-until it is done), and on a GPU the kernels of a forward of 16. What `rollout` takes longer than this is the answer's.
+On a GPU a forward is shown plain, as a CUDA graph, with more fused (`rollout_variants`), with compiled blocks, and as
+diffusers does it: until it is launched, until it is done, and how far from the plain one.
+Then the parts of a wave, the kernels of a forward of 16 candidates, and the parts of a request to the server.
 """
 
-import os
-import sys
+import argparse
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowgrpo_bench import rollout_servers as servers
+from flowgrpo_bench import rollout_variants as variants
+from flowgrpo_bench.results import FLOPS
 
-REPEATS, PROFILED, SHOWN = 3, 16, 15
-PORTS = ("--host", "127.0.0.1", "--port", "31999", "--scheduler-port", "31998", "--master-port", "31997")
+SIZES, PROFILED, SHOWN, REPEATS = (1, 8, 16, 32), 16, 22, 3
+COMPILED = (16,)
+"""Candidates of the forwards that are compiled: half a minute each."""
+Calls = dict[str, Callable[[], Tensor]]
 
 
-def main(layers: int = 12, heads: int = 24, side: int = 384) -> None:
+def main() -> None:
+    arguments = _arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sampler = load_sampler(device, layers, heads)
-    diffusers = servers.pipeline(device, layers, heads).transformer
-    embeds = sampler._encode(servers.PROMPT)
-    for candidates in (1, 8, 16, 32):
-        for _ in range(REPEATS):
-            whole, parts = timed_draw(sampler, candidates, side)
-        shown = ", ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in parts.items())
-        print(f"draw of {candidates:2}: {whole * 1e3:.0f} ms ({shown})")
-        for name, call in forwards(sampler, diffusers, embeds, candidates, side).items():
-            launched, done = timed_forward(call)
-            print(f"  forward of {name}: launched after {launched * 1e3:.1f} ms, done after {done * 1e3:.1f} ms")
+    model = (device, arguments.layers, arguments.heads)
+    servers.start_together(*model)
+    sampler, diffusers = load_sampler(*model), servers.pipeline(*model).transformer
+    for candidates in SIZES:
+        show_waves(sampler, candidates, arguments.side)
+        if device == "cuda":
+            show_forwards(forwards(sampler, diffusers, candidates, arguments.side), candidates, arguments)
+    for candidates in SIZES:
+        show_request(servers.our_engine(*model), candidates, arguments.side)
     if device == "cuda":
-        for name, call in forwards(sampler, diffusers, embeds, PROFILED, side).items():
-            print_kernels(name, call)
+        for name, call in forwards(sampler, diffusers, PROFILED, arguments.side).items():
+            if "graph" not in name:
+                show_kernels(name, call)
+    if device == "cuda" and arguments.compiled:
+        variants.compile_blocks(sampler.transformer)
+        for candidates in COMPILED:
+            calls = forwards(sampler, diffusers, candidates, arguments.side)
+            chosen = {f"compiled {name}": calls[name] for name in ("plain", "graph")}
+            show_forwards(chosen, candidates, arguments)
+        show_kernels("compiled", forwards(sampler, diffusers, PROFILED, arguments.side)["plain"])
 
 
 def load_sampler(device: str, layers: int, heads: int) -> Any:
-    """SGLang's worker in this process, as its scheduler makes it, under our sampler."""
-    from flowgrpo_rollout_sglang.sglang_engine import server_arguments, server_environment
+    """The server's sampler, with graphs where there is a GPU."""
+    from flowgrpo_rollout_sglang.testing import load_sampler
 
     config = servers.engine_config("profile", device, layers, heads)
-    os.environ.update(server_environment(config))  # before SGLang looks
-    from flowgrpo_rollout_sglang.server.sampler import Sampler
-    from sglang.multimodal_gen.runtime import server_args as sglang_arguments
-
-    if device == "cuda":
-        from sglang.multimodal_gen.runtime.managers.gpu_worker import GPUWorker as Worker
-    else:
-        from sglang.multimodal_gen.runtime.managers.cpu_worker import CPUWorker as Worker
-    words = [*server_arguments(config, config.model_path)[2:], *PORTS]  # its parser has no --model-type
-    sys.argv = ["sglang", *words]  # which it reads a second time
-    arguments = sglang_arguments.prepare_server_args(words)
-    sglang_arguments.set_global_server_args(arguments)
-    worker = Worker(local_rank=0, rank=0, master_port=arguments.master_port, server_args=arguments)
-    return Sampler(worker.pipeline, arguments)
+    return load_sampler(replace(config, cuda_graphs=device == "cuda"))
 
 
-def timed_draw(sampler: Any, candidates: int, side: int) -> tuple[float, dict[str, float]]:
-    """Seconds of one draw, and by part."""
+# ---------------------------------------------------------------------- forwards
+
+
+def forwards(sampler: Any, diffusers: Any, rows: int, side: int) -> Calls:
+    """The same forward of `rows` candidates in every way."""
     from flowgrpo_rollout_sglang.server.contract import parse
-    from flowgrpo_rollout_sglang.sglang_engine import wave_body
-
-    wave = parse(wave_body([servers.request(candidates, side)], candidates_per_forward=candidates))
-    started = time.perf_counter()
-    _, _, parts = sampler.draw(wave)
-    return time.perf_counter() - started, parts
-
-
-def forwards(sampler: Any, diffusers: Any, embeds: Tensor, rows: int, side: int) -> dict[str, Callable[[], Any]]:
-    """The same forward of `rows` candidates through both transformers."""
-    from flowgrpo_rollout_sglang.server.contract import parse
+    from flowgrpo_rollout_sglang.server.graphs import ForwardGraphs
     from flowgrpo_rollout_sglang.sglang_engine import wave_body
     from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
 
     wave = parse(wave_body([servers.request(1, side)]))
-    conditions = sampler._conditions(wave, [embeds] * rows)
-    x = torch.randn(rows, (side // 16) ** 2, 64, device=embeds.device)
-    texts, sigma = embeds[None].expand(rows, -1, -1), torch.full((rows,), 0.8, device=embeds.device)
+    with torch.inference_mode():
+        text = sampler._encode(servers.PROMPT)
+        layout, conditions = sampler._conditions(wave, [text] * rows)
+    latents = torch.randn(rows, (side // 16) ** 2, 64, device=text.device)
+    sigma = torch.full((rows,), 0.8, device=text.device)
+    given = {"latents": latents, "timestep": sigma.double() * 1000.0, **conditions}
+    texts = text[None].expand(rows, -1, -1)
+    graphs = [ForwardGraphs(sampler._forward, sampler._weights) for _ in range(2)]
+
+    def plain() -> Tensor:
+        return sampler._forward(layout, **given)
+
+    def fused(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def with_fused() -> Tensor:
+            with variants.fused(sampler.transformer):
+                return call()
+
+        return with_fused
+
     return {
-        "SGLang": lambda: sampler._velocity(3, x, 0.8, conditions),
+        "plain": plain,
+        "graph": lambda: graphs[0](layout, given),
+        "fused plain": fused(plain),
+        "fused graph": fused(lambda: graphs[1](layout, given)),
         "diffusers": lambda: qwen_image_velocity(
-            diffusers, x, sigma, texts, None, side, side, servers.VAE_SCALE_FACTOR
+            diffusers, latents, sigma, texts, None, side, side, servers.VAE_SCALE_FACTOR
         ),
     }
 
 
-@torch.no_grad()
-def timed_forward(call: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds per forward until the last kernel is launched, and until it has run."""
-    call()
-    _synchronize()
-    started = time.perf_counter()
-    for _ in range(REPEATS):
-        call()
-    launched = time.perf_counter()
-    _synchronize()
-    return (launched - started) / REPEATS, (time.perf_counter() - started) / REPEATS
+@torch.inference_mode()
+def show_forwards(calls: Calls, rows: int, arguments: argparse.Namespace) -> None:
+    """A line for each call, beside the arithmetic floor."""
+    operations = rows * servers.forward_operations(arguments.layers, arguments.heads, (arguments.side // 16) ** 2, 11)
+    print(f"forward of {rows}: floor {operations / FLOPS['h200'] * 1e3:.1f} ms", flush=True)
+    first: Tensor | None = None
+    for name, call in calls.items():
+        begun = time.perf_counter()
+        for _ in range(3):  # plain, recorded, replayed
+            result = call()
+        torch.cuda.synchronize()
+        warm_s = time.perf_counter() - begun
+        result = result.float()
+        first = result if first is None else first
+        differs = float((result - first).abs().max() / first.abs().max())
+        launched, done = timed_forward(call, repeats=8 if rows <= 8 else 4)
+        print(
+            f"  {name:22} launched after {launched * 1e3:6.2f} ms, done after {done * 1e3:6.2f} ms; "
+            f"first three calls {warm_s:.2f} s; largest difference {differs:.1e}",
+            flush=True,
+        )
 
 
-@torch.no_grad()
-def print_kernels(name: str, call: Callable[[], Any]) -> None:
+def timed_forward(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
+    """Seconds per forward until the last kernel is launched, and until it has run: medians of three."""
+    found = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        found.append(((launched - started) / repeats, (time.perf_counter() - started) / repeats))
+    return statistics.median(f[0] for f in found), statistics.median(f[1] for f in found)
+
+
+@torch.inference_mode()
+def show_kernels(name: str, call: Callable[[], Any]) -> None:
     """The kernels that take longest."""
+    call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
     rows = sorted(profile.key_averages(), key=lambda row: -row.self_device_time_total)
-    print(f"{name}, {PROFILED} candidates: {sum(r.self_device_time_total for r in rows) / 1e3:.1f} ms of device time")
+    total, count = sum(r.self_device_time_total for r in rows), sum(r.count for r in rows)
+    print(f"{name}, {PROFILED} candidates: {total / 1e3:.1f} ms of device time in {count} launches")
     for row in rows[:SHOWN]:
-        print(f"  {row.self_device_time_total / 1e3:7.2f} ms {row.count:5d} x  {row.key[:100]}")
+        print(f"  {row.self_device_time_total / 1e3:7.2f} ms {row.count:5d} x  {row.key[:110]}", flush=True)
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+# ---------------------------------------------------------------------- waves and requests
+
+
+def show_waves(sampler: Any, candidates: int, side: int) -> None:
+    """The sampler's own time by part, with graphs and without."""
+    from flowgrpo_rollout_sglang.server.contract import parse
+    from flowgrpo_rollout_sglang.sglang_engine import wave_body
+
+    wave = parse(wave_body([servers.request(candidates, side)], candidates_per_forward=candidates))
+    kept = sampler.graphs
+    for graphs in dict.fromkeys((None, kept)):
+        sampler.graphs = graphs
+        walls, parts = [], []
+        for _ in range(REPEATS + 1):
+            started = time.perf_counter()
+            _, _, seconds = sampler.draw(wave)
+            walls.append(time.perf_counter() - started)
+            parts.append(seconds)
+        kind = "plain" if graphs is None else "graphs"
+        print(
+            f"wave of {candidates:2}, {kind}: first {walls[0] * 1e3:.0f} ms, {_parts(walls[1:], parts[1:])}", flush=True
+        )
+    sampler.graphs = kept
+
+
+def show_request(engine: Any, candidates: int, side: int) -> None:
+    """A whole request through the server, by part: `request` holds the engine's parts, the answer's file and HTTP."""
+    from flowgrpo_rollout_sglang.server.contract import ANSWER_FILE
+    from flowgrpo_rollout_sglang.sglang_engine import wave_body
+
+    asked = servers.request(candidates, side)
+    engine.generate([asked])
+    walls, parts = [], []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        body = wave_body([asked])
+        answer = engine._call("POST", "/rollout/generate", json=body, headers={"accept": ANSWER_FILE}).json()
+        answered = time.perf_counter()
+        echo, tensors = engine._take(answer["file"])
+        taken = time.perf_counter()
+        engine._trajectory(asked, 0, tensors, echo)
+        checked = time.perf_counter()
+        engine.info()
+        asked_info = time.perf_counter() - checked
+        walls.append(checked - started)
+        request = answered - started
+        parts.append(
+            {
+                **echo["seconds"],
+                "request_s": request,
+                "answer_and_http_s": request - echo["seconds"]["engine_s"],
+                "take_s": taken - answered,
+                "check_s": checked - taken,
+                "empty_request_s": asked_info,
+            }
+        )
+    print(f"request of {candidates:2}: {_parts(walls, parts)}; {engine.info()['cuda_graphs']} graphs", flush=True)
+
+
+def _parts(walls: list[float], parts: list[dict[str, float]]) -> str:
+    shown = ", ".join(f"{n.removesuffix('_s')} {statistics.median(p[n] for p in parts) * 1e3:.1f}" for n in parts[0])
+    return f"{statistics.median(walls) * 1e3:.1f} ms ({shown})"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Where a rollout's time goes.")
+    for name, default in (("--layers", 12), ("--heads", 24), ("--side", 384)):
+        parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

@@ -7,6 +7,7 @@ import atexit
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ PARITY_ATOL = 2e-3
 
 @lru_cache
 def model_folder(device: str, layers: int, heads: int) -> Path:
-    """The random model; 8.2 GB at 12 layers and 24 heads."""
+    """The random model, below TMPDIR; 8.2 GB at 12 layers and 24 heads."""
     root = tempfile.TemporaryDirectory(prefix="mid-qwen-image-")
     atexit.register(root.cleanup)
     return write_mid_qwen_image(Path(root.name) / "qwen-image", layers=layers, heads=heads, device=device)
@@ -67,6 +68,15 @@ def pipeline(device: str, layers: int, heads: int) -> Any:
     loaded = QwenImagePipeline.from_pretrained(model_folder(device, layers, heads), torch_dtype=torch.bfloat16)
     loaded.set_progress_bar_config(disable=True)
     return loaded.to(device)
+
+
+def start_together(device: str, layers: int, heads: int) -> None:
+    """`our_engine` while `pipeline` loads: both read the folder, and neither waits for the other."""
+    model_folder(device, layers, heads)
+    server = Thread(target=our_engine, args=(device, layers, heads))
+    server.start()
+    pipeline(device, layers, heads)
+    server.join()
 
 
 def request(candidates: int, side: int) -> GroupRequest:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowgrpo_bench.compare import Comparison, rivals_of
-from flowgrpo_bench.results import OURS, Report, Row
+from flowgrpo_bench.results import FLOPS, OURS, Report, Row
 
 
 def wide_console() -> Console:
@@ -16,9 +16,21 @@ def wide_console() -> Console:
 
 
 def run_table(report: Report) -> Table:
-    """Each size: our time and noise, GB/s, launches and peak memory, then every rival as a multiple of ours."""
+    """Each size: our time and noise, GB/s, launches, peak memory, the arithmetic floor and its share of our time, then
+    every rival as a multiple of ours."""
     table = Table(title=f"{report.machine['kind']}, {report.date}, commit {report.machine['commit']}")
-    for column in ("case", "size", "timer", "time", "noise", "GB/s", "launches", "peak", "others (time / ours)"):
+    for column in (
+        "case",
+        "size",
+        "timer",
+        "time",
+        "noise",
+        "GB/s",
+        "launches",
+        "peak",
+        "floor",
+        "others (time / ours)",
+    ):
         table.add_column(column, justify="left" if column in ("case", "size", "timer") else "right")
     for row in report.rows:
         if row.variant == OURS:
@@ -27,7 +39,10 @@ def run_table(report: Report) -> Table:
             gb_per_s = f"{row.gb_per_s:.0f}" if row.bytes_moved else ""
             noise = f"{row.spread:.1%}"
             peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.3g} GB"
-            table.add_row(row.case, row.size, row.timer, time(row.seconds), noise, gb_per_s, launches, peak, rivals)
+            least = row.operations / FLOPS.get(report.machine["kind"], float("inf"))
+            floor = f"{time(least)}, {least / row.seconds:.0%}" if least else ""
+            now = time(row.seconds)
+            table.add_row(row.case, row.size, row.timer, now, noise, gb_per_s, launches, peak, floor, rivals)
     return table
 
 

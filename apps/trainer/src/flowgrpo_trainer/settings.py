@@ -140,7 +140,9 @@ class RolloutSettings:
     engine_dtype: Literal["bf16", "fp32"] = "bf16"
     """Number format of the engine's transformer."""
     candidates_per_forward: int | None = None
-    """Candidates that the in-process engine joins in one forward; none chooses."""
+    """Candidates that an engine joins in one forward; none chooses."""
+    rollout_cuda_graphs: bool = True
+    """An SGLang engine of one GPU replays its forwards as CUDA graphs; other engines never do."""
     offload_rollout: bool = False
     """Engines free their devices while the actor trains."""
     parity_bound: float = 0.05

@@ -45,6 +45,7 @@ def engine_config(
         visible_devices=visible,
         dtype=rollout.engine_dtype,
         candidates_per_forward=rollout.candidates_per_forward,
+        cuda_graphs=None if rollout.rollout_cuda_graphs else False,
         weight_sync_mode=settings.weight_sync_mode,
         lora_rank=lora.lora_rank,
         lora_alpha=lora.lora_alpha,

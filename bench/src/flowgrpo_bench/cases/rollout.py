@@ -12,6 +12,7 @@ def setup(device: str, *, candidates: int, layers: int, heads: int, side: int, s
     from flowgrpo_bench import rollout_servers as servers
 
     model = (device, layers, heads)
+    servers.start_together(*model)
     engine, pipe, asked = servers.our_engine(*model), servers.pipeline(*model), servers.request(candidates, side)
 
     def ours() -> None:

@@ -232,6 +232,8 @@ class EngineConfig:
     """Number format of the transformer."""
     candidates_per_forward: int | None = None
     """Candidates joined in one forward; None chooses by device."""
+    cuda_graphs: bool | None = None
+    """Replay the transformer's forward as CUDA graphs, in the server alone; None does where it has one GPU."""
     weight_sync_mode: Literal["full", "adapter"] = "full"
     """`adapter`: the engine keeps the base and takes LoRA tensors only."""
     lora_rank: int = 0

@@ -21,7 +21,7 @@ from flowgrpo_rollout_sglang.engine import EngineError, EngineLostError
 from flowgrpo_rollout_sglang.patch import copy as patched_copy
 from flowgrpo_rollout_sglang.patch.insertions import PatchError
 from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
-from flowgrpo_rollout_sglang.server.contract import ANSWER_FILE
+from flowgrpo_rollout_sglang.server.contract import ANSWER_FILE, GRAPHS_VARIABLE
 from flowgrpo_rollout_sglang.sglang_process import ServerProcess
 from flowgrpo_rollout_sglang.wire import VerifyReport, WeightSyncError
 
@@ -323,7 +323,17 @@ def server_environment(config: EngineConfig) -> dict[str, str]:
     """What the server's process needs beside this one's environment."""
     threads = {name: value for name, value in THREADS[config.device].items() if name not in os.environ}
     visible = {} if config.visible_devices is None else {"CUDA_VISIBLE_DEVICES": config.visible_devices}
-    return ENVIRONMENT | threads | visible | (CPU_ENVIRONMENT if config.device == "cpu" else {})
+    graphs = {GRAPHS_VARIABLE: str(int(uses_cuda_graphs(config)))}
+    return ENVIRONMENT | threads | visible | graphs | (CPU_ENVIRONMENT if config.device == "cpu" else {})
+
+
+def uses_cuda_graphs(config: EngineConfig) -> bool:
+    """Raises EngineError where they are asked for and cannot be."""
+    possible = config.device == "cuda" and config.num_gpus == 1
+    if config.cuda_graphs and not possible:
+        what = f"cuda_graphs = True with device = {config.device!r} and num_gpus = {config.num_gpus}"
+        raise EngineError(config.name, what, "leave cuda_graphs unset: graphs are for one GPU")
+    return possible if config.cuda_graphs is None else config.cuda_graphs
 
 
 def server_arguments(config: EngineConfig, model_path: str) -> list[str]:

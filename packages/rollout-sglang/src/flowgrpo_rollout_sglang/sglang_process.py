@@ -62,7 +62,7 @@ class ServerProcess:
         """
         deadline = time.monotonic() + timeout_s
         for attempt in range(_ATTEMPTS):
-            chosen = port if port is not None and _is_free(port) and attempt == 0 else _free_ports(1)[0]
+            chosen = port if port is not None and _is_free(port) and attempt == 0 else free_ports(1)[0]
             try:
                 self._launch(chosen)
                 self._wait_until_ready(deadline, timeout_s)
@@ -108,7 +108,7 @@ class ServerProcess:
 
     def _launch(self, port: int) -> None:
         self.folder = tempfile.mkdtemp(prefix="flowgrpo-sglang-")  # mode 0700: its socket takes pickles
-        scheduler_port, master_port = _free_ports(2)
+        scheduler_port, master_port = free_ports(2)
         read_end, self._pipe = os.pipe()
         paths = [str(self._patched), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
@@ -166,7 +166,7 @@ def log_tail(path: Path) -> list[str]:
         return [f"(no log: {error})"]
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago, all different."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -18,6 +18,8 @@ ANSWER_FILE = "application/x-flowgrpo-file"
 """The same bytes as a file in the server's folder, for the engine: megabytes a picture need not cross two sockets."""
 TOKEN_VARIABLE = "FLOWGRPO_TOKEN"
 ENDPOINT_VARIABLE = "FLOWGRPO_ENDPOINT"
+GRAPHS_VARIABLE = "FLOWGRPO_CUDA_GRAPHS"
+"""1 where the server is to replay forwards as CUDA graphs."""
 MAX_TEXT_TOKENS = 512
 """Qwen-Image's text window, counted after the prompt template."""
 

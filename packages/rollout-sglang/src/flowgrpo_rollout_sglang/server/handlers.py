@@ -32,7 +32,7 @@ from torch import Tensor
 
 from flowgrpo_rollout_sglang.patch import insertions
 from flowgrpo_rollout_sglang.server.adapter import Adapter, base_parameters, modules_and_rank
-from flowgrpo_rollout_sglang.server.contract import Command, ContractError, Wave, parse
+from flowgrpo_rollout_sglang.server.contract import GRAPHS_VARIABLE, Command, ContractError, Wave, parse
 from flowgrpo_rollout_sglang.server.launch import FOLDER_VARIABLE
 from flowgrpo_rollout_sglang.server.memory import Memory, UnknownTagError
 from flowgrpo_rollout_sglang.server.ranks import Answer, Ranks, RefusedTogetherError, split_dims, whole_shape
@@ -76,9 +76,9 @@ class Server:
     def __init__(self, pipeline: Any, server_args: Any, ranks: Ranks):
         self._args, self._ranks = server_args, ranks
         self._pipeline = pipeline
-        self._sampler = Sampler(pipeline, server_args)
+        self._sampler = Sampler(pipeline, server_args, cuda_graphs=os.environ.get(GRAPHS_VARIABLE) == "1")
         frozen = [pipeline.get_module(name) for name in ("text_encoder", "vae")]
-        self.memory = Memory({"weights": [self._sampler.transformer], "frozen": frozen})
+        self.memory = Memory({"weights": [self._sampler.transformer], "frozen": frozen}, self._sampler.drop_graphs)
         self._adapter: Adapter | None = None
         self._name = "sglang" if ranks.size == 1 else str(ranks.rank)
         self._receiver = WeightReceiver(
@@ -172,6 +172,7 @@ class Server:
             "dtype": str(sampler.dtype).removeprefix("torch."),
             "devices": self._ranks.exchange(_identity(sampler.device)),
             "fused_rope": sampler.fused_rope(),
+            "cuda_graphs": None if sampler.graphs is None else sampler.graphs.recorded,
             "vae_dtype": config.vae_precision,
             "vae_scale_factor": sampler.vae_scale_factor,
             "latent_channels": sampler.latent_channels,
@@ -245,6 +246,7 @@ class Server:
         self._ensure_weights_awake()
         self._receiver.ensure_serving()
         self._ranks.agree()
+        self._sampler.drop_graphs()
         if self._adapter is not None:
             self._adapter.remove()
             self._adapter = None

@@ -5,7 +5,7 @@ graph) still holds the right one. The host copy is one block per tag, page-locke
 kept; what did not change since is not copied out again, so the frozen modules are copied out once in a run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,11 @@ class Memory:
 
     Args:
         modules: tag to the modules that it stands for.
+        before_release: called before any part goes to sleep; gives back what is of no use to a sleeping engine.
     """
 
-    def __init__(self, modules: Mapping[str, Sequence[nn.Module]]):
-        self._modules = modules
+    def __init__(self, modules: Mapping[str, Sequence[nn.Module]], before_release: Callable[[], None] | None = None):
+        self._modules, self._before_release = modules, before_release
         self._storages: dict[str, list[torch.UntypedStorage]] = {}
         self._addresses: dict[str, list[int]] = {}
         self._blocks: dict[str, Tensor] = {}
@@ -42,8 +43,10 @@ class Memory:
 
     def release(self, tags: Sequence[str] | None) -> int:
         """Empties the device memory of `tags` (None: all) and returns how many bytes it gave back."""
-        freed = 0
-        for tag in self._known(tags):
+        freed, tags = 0, self._known(tags)
+        if self._before_release is not None:
+            self._before_release()
+        for tag in tags:
             if tag in self.asleep:
                 continue
             self._storages[tag] = _own_storages(self._modules[tag])
