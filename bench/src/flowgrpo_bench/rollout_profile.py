@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +42,7 @@ def main() -> None:
         show_request(servers.our_engine(*model), candidates, arguments.side)
     if device == "cuda":
         for name, call in forwards(sampler, diffusers, PROFILED, arguments.side).items():
-            if "graph" not in name:
-                show_kernels(name, call)
+            show_kernels(name, call)
     if device == "cuda" and arguments.compiled:
         variants.compile_blocks(sampler.transformer)
         for candidates in COMPILED:
@@ -78,23 +78,24 @@ def forwards(sampler: Any, diffusers: Any, rows: int, side: int) -> Calls:
     sigma = torch.full((rows,), 0.8, device=text.device)
     given = {"latents": latents, "timestep": sigma.double() * 1000.0, **conditions}
     texts = text[None].expand(rows, -1, -1)
-    graphs = [ForwardGraphs(sampler._forward, sampler._weights) for _ in range(2)]
 
     def plain() -> Tensor:
         return sampler._forward(layout, **given)
 
-    def fused(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def with_fused() -> Tensor:
-            with variants.fused(sampler.transformer):
-                return call()
+    def graph(within: Callable[[Any], AbstractContextManager] = lambda _: nullcontext()) -> Callable[[], Tensor]:
+        graphs = ForwardGraphs(sampler._forward, sampler._weights)
 
-        return with_fused
+        def call() -> Tensor:
+            with within(sampler.transformer):
+                return graphs(layout, given)
+
+        return call
 
     return {
         "plain": plain,
-        "graph": lambda: graphs[0](layout, given),
-        "fused plain": fused(plain),
-        "fused graph": fused(lambda: graphs[1](layout, given)),
+        "graph": graph(),
+        "graph, fused": graph(variants.fused),
+        "graph, cuDNN attention": graph(variants.cudnn_attention),
         "diffusers": lambda: qwen_image_velocity(
             diffusers, latents, sigma, texts, None, side, side, servers.VAE_SCALE_FACTOR
         ),
@@ -109,11 +110,10 @@ def show_forwards(calls: Calls, rows: int, arguments: argparse.Namespace) -> Non
     first: Tensor | None = None
     for name, call in calls.items():
         begun = time.perf_counter()
-        for _ in range(3):  # plain, recorded, replayed
-            result = call()
-        torch.cuda.synchronize()
+        result = warmed(name, call)
+        if result is None:
+            continue
         warm_s = time.perf_counter() - begun
-        result = result.float()
         first = result if first is None else first
         differs = float((result - first).abs().max() / first.abs().max())
         launched, done = timed_forward(call, repeats=8 if rows <= 8 else 4)
@@ -122,6 +122,19 @@ def show_forwards(calls: Calls, rows: int, arguments: argparse.Namespace) -> Non
             f"first three calls {warm_s:.2f} s; largest difference {differs:.1e}",
             flush=True,
         )
+
+
+def warmed(name: str, call: Callable[[], Tensor]) -> Tensor | None:
+    """What three calls give, the first plain, the second recorded, the third replayed; None if that way is not possible
+    here, which is said."""
+    try:
+        for _ in range(3):
+            result = call()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"  {name:22} failed: {error}", flush=True)
+        return None
+    return result.float()
 
 
 def timed_forward(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
@@ -141,7 +154,8 @@ def timed_forward(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
 @torch.inference_mode()
 def show_kernels(name: str, call: Callable[[], Any]) -> None:
     """The kernels that take longest."""
-    call()
+    if warmed(name, call) is None:
+        return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         call()
         torch.cuda.synchronize()

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @contextmanager
@@ -38,6 +39,13 @@ def _gelu_inside(proj: nn.Module) -> Callable[[Tensor], Tensor]:
         return out.view(*x.shape[:-1], -1)
 
     return forward
+
+
+@contextmanager
+def cudnn_attention(_: nn.Module) -> Iterator[None]:
+    """Within it, attention is cuDNN's, where torch would choose FlashAttention 2. A RuntimeError where it has none."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        yield
 
 
 def compile_blocks(transformer: nn.Module) -> None:
