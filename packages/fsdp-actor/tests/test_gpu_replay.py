@@ -60,7 +60,8 @@ def gradients(actor, rollout, rows):
     replay = actor._replay(rollout, ADVANTAGES)
     forwards = join_forwards(actor._plan(len(TEXTS), 4, num_updates=1)[0], replay.shapes, rows)
     accumulate_gradients(actor._policy, replay, forwards, None, actor.config, ReplayStatistics())
-    grads = torch.cat([p.grad.flatten() for p in actor._policy.trainable if p.grad is not None])
+    # The last block's text goes nowhere: its gradients are zeros, or None where a graph leaves it out.
+    grads = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in actor._policy.trainable])
     actor._policy.optimizer.zero_grad(set_to_none=True)
     return grads
 

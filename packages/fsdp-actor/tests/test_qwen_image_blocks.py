@@ -28,7 +28,7 @@ def models(request, model_folder):
                 values = 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
                 setattr(theirs.get_submodule(owner), leaf, torch.nn.Parameter(values))
     ours = copy.deepcopy(theirs)
-    prepare_for_compile(ours)
+    prepare_for_compile(ours, "cpu")
     return theirs, ours
 
 

@@ -87,7 +87,7 @@ class QwenImageAdapter:
         rope = module.pos_embed
         module.pos_embed = type(rope)(theta=rope.theta, axes_dim=rope.axes_dim, scale_rope=rope.scale_rope)
         if config.compiles:
-            prepare_for_compile(module)
+            prepare_for_compile(module, config.device)
         blocks = [f"transformer_blocks.{i}" for i in range(len(module.transformer_blocks))]
         return TrainModel(module=module, blocks=blocks, read_weight=SafetensorsFolder(folder).read)
 

@@ -1,33 +1,52 @@
 """Qwen-Image's blocks in a form that torch.compile makes one fast graph of, for replay on a GPU.
 
-Two things in diffusers' own form cost memory traffic there, and only these are replaced:
+What in diffusers' own form costs memory traffic there is replaced, and nothing else:
 * rotary tables are complex, which inductor does not generate code for: here they are real, and kept on the device;
-* q, k and v each read their input once more for their adapter: here one product serves the three.
+* q, k and v each read their input once more for their adapter: here one product serves the three;
+* norm, rotation and joining of the heads are several passes over q, k and v: here one, in `joint_qkv_fused`;
+* GELU's tanh and LayerNorm's running variance take longer than their memory traffic: here the same functions are
+  spelled with a sigmoid and with two sums. Eager, these would keep more for a backward, so there they are torch's.
 The arithmetic is that of diffusers up to the order of the summands.
 
 Shapes: B rows of a forward, P image tokens, L text tokens, T = L + P, H heads, D of a head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
+from flowgrpo_fsdp_actor.adapters.joint_qkv import Projection, Stream, joint_qkv
 from flowgrpo_fsdp_actor.lora import ADAPTER
 
 
-def prepare_for_compile(transformer: nn.Module) -> None:
-    """Gives a `QwenImageTransformer2DModel` the rotary tables and the attention of this file."""
+def prepare_for_compile(transformer: nn.Module, device: str) -> None:
+    """Gives a `QwenImageTransformer2DModel` the rotary tables, attention and GELU of this file.
+
+    On "cuda" the heads are made by Triton kernels, and nothing else will do (ImportError without Triton); elsewhere by
+    torch.
+    """
+    make_heads = joint_qkv
+    if device == "cuda":
+        from flowgrpo_fsdp_actor.adapters import joint_qkv_fused
+
+        make_heads = joint_qkv_fused.joint_qkv
     transformer.pos_embed = RealRope(transformer.pos_embed)
-    transformer.set_attn_processor(JointAttention())
+    transformer.set_attn_processor(JointAttention(make_heads))
+    for block in transformer.transformer_blocks:
+        for mlp in (block.img_mlp, block.txt_mlp):
+            mlp.net[0].gelu = gelu_tanh
+        for name in ("img_norm1", "img_norm2", "txt_norm1", "txt_norm2"):
+            setattr(block, name, LayerNorm(getattr(block, name).eps))
     for stem in (transformer.img_in, transformer.txt_in):
         # With a frozen stem the first block's inputs would need no gradient: another graph, compiled for it alone.
         stem.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_(torch.is_grad_enabled()))
 
 
 class RealRope(nn.Module):
-    """diffusers' rotary tables as [2, tokens, D]: what multiplies x, and what multiplies x with neighbours swapped.
+    """diffusers' rotary tables as [2, tokens, D / 2]: cos and sin of each pair's angle.
 
     Made once for each size and device.
     """
@@ -42,17 +61,15 @@ class RealRope(nn.Module):
         key = (str(size), max_txt_seq_len, device)
         if key not in self._made:
             tables = self._complex_rope([size], max_txt_seq_len=max_txt_seq_len, device=device)
-            self._made[key] = tuple(_real(table) for table in tables)
+            self._made[key] = tuple(torch.stack([table.real, table.imag]) for table in tables)
         return self._made[key]
-
-
-def _real(table: Tensor) -> Tensor:
-    cos, sin = table.real, table.imag
-    return torch.stack([torch.stack([cos, cos], dim=-1), torch.stack([-sin, sin], dim=-1)]).flatten(-2)
 
 
 class JointAttention:
     """diffusers' attention processor of this model: text and image in one attention, text first."""
+
+    def __init__(self, make_heads: Callable[..., tuple[Tensor, Tensor, Tensor]]):
+        self._make_heads = make_heads
 
     def __call__(
         self,
@@ -65,39 +82,62 @@ class JointAttention:
     ) -> tuple[Tensor, Tensor]:
         L = encoder_hidden_states.shape[1]
         image_table, text_table = image_rotary_emb
-        image = _linear(hidden_states, attn.to_q, attn.to_k, attn.to_v)
-        text = _linear(encoder_hidden_states, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        image_q, image_k, image_v = (x.unflatten(-1, (attn.heads, -1)) for x in image)
-        text_q, text_k, text_v = (x.unflatten(-1, (attn.heads, -1)) for x in text)
-        q = [rotated(attn.norm_added_q(text_q), text_table), rotated(attn.norm_q(image_q), image_table)]
-        k = [rotated(attn.norm_added_k(text_k), text_table), rotated(attn.norm_k(image_k), image_table)]
-        q_BHTD, k_BHTD, v_BHTD = (torch.cat(pair, dim=1).transpose(1, 2) for pair in (q, k, [text_v, image_v]))
+        image_qkv = projections(hidden_states, attn.to_q, attn.to_k, attn.to_v)
+        text_qkv = projections(encoder_hidden_states, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        image = Stream(*image_qkv, attn.norm_q.weight, attn.norm_k.weight, image_table)
+        text = Stream(*text_qkv, attn.norm_added_q.weight, attn.norm_added_k.weight, text_table)
+        qkv_BTHD = self._make_heads(image, text, eps=attn.norm_q.eps)
+        q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in qkv_BTHD)
         mask = None if attention_mask is None else attention_mask[:, None, None]
         out_BHTD = nn.functional.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, attn_mask=mask)
         out = out_BHTD.transpose(1, 2).flatten(2)
-        (image_out,), (text_out,) = _linear(out[:, L:], attn.to_out[0]), _linear(out[:, :L], attn.to_add_out)
-        return image_out, text_out
+        text_out, image_out = out.split([L, out.shape[1] - L], dim=1)
+        return _whole(image_out, attn.to_out[0]), _whole(text_out, attn.to_add_out)
 
 
-def rotated(x_BTHD: Tensor, table: Tensor) -> Tensor:
-    """Each pair of neighbours of D turned by its token's angle, in float32."""
-    x = x_BTHD.float()
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    own, neighbour = table[:, :, None]
-    return (x * own + swapped * neighbour).to(x_BTHD.dtype)
+def projections(x_BtE: Tensor, *layers: Any) -> list[Projection]:
+    """The outputs of linear layers over one input, each adapter's part beside it; their first factors in one product.
 
-
-def _linear(x_BTE: Tensor, *layers: Any) -> list[Tensor]:
-    """The outputs of linear layers over one input; the first factors of their adapters in one product.
-
-    lora_alpha / lora_rank scales the narrow product between the factors: then the backward needs no scaled copy of
-    the gradient of a whole output.
+    lora_alpha / lora_rank scales the first factors, in their master dtype: no scaled copy of anything larger is made.
     """
-    if not all(hasattr(layer, "lora_A") for layer in layers):
-        return [layer(x_BTE) for layer in layers]
-    first = torch.cat([layer.lora_A[ADAPTER].weight for layer in layers]).to(x_BTE.dtype)
-    low = nn.functional.linear(x_BTE, first).chunk(len(layers), dim=-1)
-    return [
-        layer.base_layer(x_BTE) + layer.lora_B[ADAPTER](part * layer.scaling[ADAPTER])
-        for layer, part in zip(layers, low, strict=True)
-    ]
+    adapted = [layer for layer in layers if hasattr(layer, "lora_A")]
+    if not adapted:
+        return [Projection(layer(x_BtE)) for layer in layers]
+    first = torch.cat([layer.lora_A[ADAPTER].weight * layer.scaling[ADAPTER] for layer in adapted]).to(x_BtE.dtype)
+    ranks = [layer.lora_A[ADAPTER].weight.shape[0] for layer in adapted]
+    lows = list(linear(x_BtE, first).split(ranks, dim=-1))
+    found = []
+    for layer in layers:
+        if hasattr(layer, "lora_A"):
+            found.append(Projection(layer.base_layer(x_BtE), lows.pop(0), layer.lora_B[ADAPTER].weight))
+        else:
+            found.append(Projection(layer(x_BtE)))
+    return found
+
+
+def _whole(x_BtE: Tensor, layer: Any) -> Tensor:
+    base, low, up = projections(x_BtE, layer)[0]
+    return base if low is None else base + linear(low, up.to(low.dtype))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU's tanh form, (1 + tanh(u)) / 2 = sigmoid(2 u), in float32: the same function, without cancellation."""
+    if not torch.compiler.is_compiling():
+        return nn.functional.gelu(x, approximate="tanh")
+    wide = x.float()
+    return (wide * torch.sigmoid(2.0 * (2.0 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3))).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """Without weights, over the last dimension, in float32; the variance in a second pass, not as a running one."""
+
+    def __init__(self, eps: float):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
+        wide = x.float()
+        centred = wide - wide.mean(-1, keepdim=True)
+        return (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)

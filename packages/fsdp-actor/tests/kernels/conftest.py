@@ -1,0 +1,41 @@
+"""These tests run twice: on a GPU (marker `gpu`), and on the CPU under Triton's interpreter.
+
+The interpreter is chosen when Triton is imported, for the whole process, so `test_interpreted.py` one folder up runs
+this folder in a process of its own.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from flowgrpo_fsdp_actor.adapters import joint_qkv_fused
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    # The interpreter takes milliseconds for each operation of each program: the same code, on smaller tiles.
+    joint_qkv_fused.BLOCK, joint_qkv_fused.ROWS = 16, 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not INTERPRETED and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture
+def device():
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory that a kernel should write holds NaN before it does."""
+    empty = torch.empty
+
+    def empty_of_nan(*size, **options):
+        tensor = empty(*size, **options)
+        return tensor.fill_(float("nan")) if tensor.dtype.is_floating_point else tensor
+
+    monkeypatch.setattr(torch, "empty", empty_of_nan)
