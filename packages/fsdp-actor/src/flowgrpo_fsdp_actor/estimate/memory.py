@@ -32,12 +32,14 @@ class EngineKind:
     """Sleeps through page-locked memory."""
     compiled: bool
     """Runs forwards at the pace of compiled blocks."""
+    graphs: bool
+    """Replays forwards as CUDA graphs, where one card holds the transformer."""
 
 
 # The server: 5.3 images a second of engine time were scaled up from 12 of 60 layers (11 text tokens, 12 steps), which
 # is 530 TFLOP/s: the pace of compiled blocks, 500, is 6 % below it.
-SGLANG = EngineKind(candidates_per_forward=32, decoded_at_once=16, pinned=True, compiled=True)
-DIFFUSERS = EngineKind(candidates_per_forward=16, decoded_at_once=32, pinned=False, compiled=False)
+SGLANG = EngineKind(candidates_per_forward=32, decoded_at_once=16, pinned=True, compiled=True, graphs=True)
+DIFFUSERS = EngineKind(candidates_per_forward=16, decoded_at_once=32, pinned=False, compiled=False, graphs=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ class RunShape:
     """Cards of one engine, which divide its transformer; the other parts are counted whole on each."""
     engine_dtype: str = "bf16"
     candidates_per_forward: int | None = None
+    cuda_graphs: bool = True
     bucket_mb: int = 512
     offload_train: bool = True
     offload_rollout: bool = True
@@ -145,13 +148,15 @@ class MemoryModel:
     def row_bytes(self, recomputed: int, *, blocks: int | None = None, compiled: bool | None = None) -> float:
         """What one more row of a forward adds to the peak of its backward, `recomputed` of `blocks` recomputing.
 
-        The blocks that keep are the last ones (`recompute`), so the peak is where the backward begins.
+        The blocks that keep are the last ones (`recompute`), so the peak is where the backward begins. Blocks made for
+        compilation keep as much where they run eagerly, in the probes of `join`: their norms make no copies there.
         """
         net, config, image, text = self.model.transformer, self.config, self.image, self.run.text_tokens
         blocks = net.blocks if blocks is None else blocks
         compiled = config.replay_compile if compiled is None else compiled
         dtype = config.fsdp_param_dtype
-        kept = net.saved_bytes(image, text, self.adapters, full=not config.is_lora, compiled=compiled, dtype=dtype)
+        own, full = config.replay_compile, not config.is_lora
+        kept = net.saved_bytes(image, text, self.adapters, full=full, compiled=own, dtype=dtype)
         working = net.backward_bytes(image, text, compiled=compiled, dtype=dtype)
         return recomputed * net.input_bytes(image, text, dtype=dtype) + max(1, blocks - recomputed) * kept + working
 
@@ -220,12 +225,16 @@ class MemoryModel:
         return 0.0 if self.run.offload_rollout else self.engine_transformer + self.engine_frozen
 
     def sampling_bytes(self) -> float:
-        """The worse of a denoising forward and of decoding its pictures; the text encoder's own is smaller."""
+        """The worse of a denoising forward and of decoding its pictures; the text encoder's own is smaller.
+
+        CUDA graphs have memory of their own, which all of them share: as much as one forward.
+        """
         run, sampling, dtype = self.run, self.config.sampling, self.run.engine_dtype
         rows = min(run.engine_rows, run.groups * self.config.n_samples_per_prompt)
         forward = rows * self.model.transformer.forward_bytes(self.image, run.text_tokens, dtype=dtype)
         decoded = min(rows, run.engine.decoded_at_once)
-        return max(forward, decoded * self.model.decode_bytes(sampling.height, sampling.width, dtype=dtype))
+        recorded = forward if run.engine.graphs and run.cuda_graphs and run.engine_gpus == 1 else 0.0
+        return recorded + max(forward, decoded * self.model.decode_bytes(sampling.height, sampling.width, dtype=dtype))
 
     @property
     def contexts(self) -> float:
