@@ -75,6 +75,7 @@ def estimate_settings(settings: Settings, card: Card, *, text_tokens: int, cards
         engine_gpus=rollout.rollout_num_gpus_per_engine,
         engine_dtype=rollout.engine_dtype,
         candidates_per_forward=rollout.candidates_per_forward,
+        cuda_graphs=rollout.rollout_cuda_graphs,
         bucket_mb=settings.sync.weight_sync_bucket_size_mb,
         offload_train=settings.fsdp.offload_train,
         offload_rollout=rollout.offload_rollout,

@@ -20,7 +20,7 @@ from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_c
 from torch import Tensor, nn
 
 from flowgrpo_rollout_sglang.noise import candidate_noise, pack_latents, unpack_latents
-from flowgrpo_rollout_sglang.one_frame import skip_empty_frames
+from flowgrpo_rollout_sglang.one_frame import fuse_layers, skip_empty_frames
 from flowgrpo_rollout_sglang.server.contract import MAX_TEXT_TOKENS, Candidate, ContractError, Wave
 from flowgrpo_rollout_sglang.server.graphs import ForwardGraphs
 from flowgrpo_rollout_sglang.velocity import PATCH, latent_grid
@@ -71,11 +71,13 @@ class Sampler:
         self._args = server_args
         self._pipeline = pipeline
         self.transformer: nn.Module = pipeline.get_module("transformer")
-        skip_empty_frames(pipeline.get_module("vae"))
         stages = {type(stage).__name__: stage for stage in pipeline.stages}
         self._text_stage, self._decode_stage = stages["TextEncodingStage"], stages["DecodingStage"]
         parameter = next(self.transformer.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        skip_empty_frames(pipeline.get_module("vae"))
+        if self.device.type == "cuda":
+            fuse_layers(pipeline.get_module("vae"))
         self.vae_scale_factor: int = server_args.pipeline_config.get_vae_scale_factor()
         self.latent_channels: int = server_args.pipeline_config.dit_config.arch_config.in_channels // 4
         self.graphs = ForwardGraphs(self._forward, self._weights) if cuda_graphs else None
@@ -252,6 +254,8 @@ class Sampler:
     def _decode(self, x_BPC: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
         """Packed latents to uint8 pictures [B, H, W, 3], in slices that bound the VAE's memory."""
         latents = unpack_latents(x_BPC, *latent_shape[1:])[:, :, None]
+        if self.device.type == "cuda":
+            latents = latents.to(memory_format=torch.channels_last_3d)  # which all of the VAE's maps then have
         images = [
             self._decode_stage.decode(part, self._args, vae_dtype=None)[:, :, 0]
             for part in latents.split(DECODE_AT_ONCE)
