@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_fsdp_actor.adapters.joint_qkv import Projection, Stream, heads
-from flowgrpo_fsdp_actor.adapters.joint_qkv_kernels import backward_kernel, forward_kernel, tl, triton
+from flowgrpo_fsdp_actor.adapters.joint_qkv_kernels import backward_kernel, forward_kernel, tl
 
 BLOCK = 32
 """Tokens of a program."""
@@ -78,8 +78,7 @@ class _Inputs(NamedTuple):
     def grid(self) -> tuple[int, int, int]:
         """Programs: heads, next to each other in memory and so in time; tiles; groups of rows."""
         B, _, H, _ = self.joint_shape
-        tiles = sum(triton.cdiv(tokens.shape[1], BLOCK) for tokens in (self.text, self.image))
-        return H, tiles, triton.cdiv(B, ROWS)
+        return H, _tiles(self.text) + _tiles(self.image), -(-B // ROWS)
 
     def pointers(self) -> list[Tensor]:
         """Tensors as both kernels take them; where there is none, one that is never read."""
@@ -94,14 +93,13 @@ class _Inputs(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """Of the compiled kernel."""
         ranks = [0 if low is None else low.shape[-1] for low in (self.image_low, self.text_low)]
-        padded = [max(16, triton.next_power_of_2(rank)) for rank in ranks]
         return {
             "IMAGE_R": ranks[0],
-            "IMAGE_R_PAD": padded[0],
+            "IMAGE_R_PAD": max(16, _power_of_2(ranks[0])),
             "TEXT_R": ranks[1],
-            "TEXT_R_PAD": padded[1],
+            "TEXT_R_PAD": max(16, _power_of_2(ranks[1])),
             "D": self.D,
-            "D_PAD": triton.next_power_of_2(self.D),
+            "D_PAD": _power_of_2(self.D),
             # The interpreter has no product of bf16; in float32 the same factors give the same product.
             "DOT": tl.float32 if _INTERPRETED else _DTYPES[self.image.dtype],
             "BLOCK": BLOCK,
@@ -109,6 +107,15 @@ class _Inputs(NamedTuple):
             "STAGES": 1 if self.image.dtype == torch.float32 else STAGES,
             "num_warps": WARPS,
         }
+
+
+def _tiles(stream_BtE: Tensor) -> int:
+    return -(-stream_BtE.shape[1] // BLOCK)
+
+
+def _power_of_2(number: int) -> int:
+    """The least that is not smaller; Triton's own takes ten times as long, at each launch."""
+    return 1 << max(0, number - 1).bit_length()
 
 
 def _checked(inputs: _Inputs) -> _Inputs:
@@ -177,7 +184,7 @@ def _backward(grad_BTHD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tenso
             **inputs.constants(),
         )
     if need_norm:
-        text_tiles = triton.cdiv(inputs.text.shape[1], BLOCK)
+        text_tiles = _tiles(inputs.text)
         torch.sum(norm_sums[:, text_tiles:].flatten(0, 2), dim=0, dtype=torch.float32, out=grads[2])
         torch.sum(norm_sums[:, :text_tiles].flatten(0, 2), dim=0, dtype=torch.float32, out=grads[3])
     return grads
