@@ -96,6 +96,8 @@ def forwards(sampler: Any, diffusers: Any, rows: int, side: int) -> Calls:
         "graph": graph(),
         "graph, fused": graph(variants.fused),
         "graph, cuDNN attention": graph(variants.cudnn_attention),
+        "graph, two streams": graph(variants.two_streams),
+        "graph, two, fused": graph(variants.two_streams_fused),
         "diffusers": lambda: qwen_image_velocity(
             diffusers, latents, sigma, texts, None, side, side, servers.VAE_SCALE_FACTOR
         ),
