@@ -159,6 +159,7 @@ def sampler(model_folder) -> Iterator:
 
     before = dict(os.environ)
     yield load_sampler(EngineConfig(name="graphs", model_path=model_folder, device="cuda", cuda_graphs=True))
+    torch.distributed.destroy_process_group()  # SGLang's, of this one process
     os.environ.clear()
     os.environ.update(before)
 
