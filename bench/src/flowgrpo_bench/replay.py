@@ -193,26 +193,25 @@ class FsdpReplay:
     """One rank of `replay_fsdp`: ours, and FSDP2 around plain diffusers + peft with the same weights."""
 
     def __init__(
-        self, rank: int, world: int, device: str, model: Mapping[str, Any], side: int, text: int, lora_rank: int
+        self,
+        rank: int,
+        world: int,
+        device: str,
+        model: Mapping[str, Any],
+        side: int,
+        text: int,
+        lora_rank: int,
+        gathered: bool,
     ):
-        settings = LORA | {"lora_rank": lora_rank}
+        settings = LORA | {"lora_rank": lora_rank, "fsdp_reshard_after_forward": not gathered}
         self._work = ReplayWork(device, model, (text, text), side=side, rank=rank, world=world, **settings)
         self._rows = sum(map(len, self._work.forwards(1)))
         self._device = device
-        self._plain = _sharded_plain_policy(self._work, device, world)
+        self._plain = None if gathered else _sharded_plain_policy(self._work, device, world)
 
     def train(self) -> None:
         self._work.train(self._rows)
         _synchronize(self._device)
-
-    def kept(self) -> None:
-        """Ours with `fsdp_reshard_after_forward` off: a block gathered for its forward stays so for its backward."""
-        for gathers_again in (False, True):
-            for unit in self._work.policy.module.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.set_reshard_after_forward(gathers_again, recurse=False)
-            if not gathers_again:
-                self.train()
 
     def plain(self) -> None:
         with torch.compiler.set_stance("force_eager"):
@@ -224,10 +223,13 @@ class FsdpReplay:
 
     def check(self) -> tuple[bool, float, float, float]:
         """Whether an anchor is its own forward; nats between ours and plain diffusers one at a time, and between that
-        and its own joined forward; |ratio - 1| from the eager rollout."""
-        work, plain = self._work, self._plain.module
+        and its own joined forward (0 without it); |ratio - 1| from the eager rollout."""
+        work = self._work
         anchors = work.anchors(self._rows)
         same = torch.equal(anchors, work.log_probs(self._rows, grad=True))
+        if self._plain is None:
+            return same, 0.0, 0.0, work.parity()
+        plain = self._plain.module
         with torch.compiler.set_stance("force_eager"):
             alone, joined = work.log_probs(1, plain), work.log_probs(self._rows, plain)
         apart, noise = (float((other - alone).abs().max()) for other in (anchors, joined))

@@ -14,11 +14,14 @@ WORLD = 2
 def setup(
     device: str, *, model: Mapping[str, Any], side: int, text: int, rank: int, gathered: bool = False
 ) -> Workload:
-    """Two groups of 8 candidates at 2 steps; a rank replays its half of the candidates of each."""
+    """Two groups of 8 candidates at 2 steps; a rank replays its half of the candidates of each.
+
+    `gathered`: a block gathered for its forward stays so for its backward. Plain diffusers has no room beside it.
+    """
     from flowgrpo_bench.ranks import Ranks
     from flowgrpo_bench.replay import FsdpReplay, within
 
-    ranks = Ranks(WORLD, device, FsdpReplay, model, side, text, rank)
+    ranks = Ranks(WORLD, device, FsdpReplay, model, side, text, rank, gathered)
 
     def gate() -> None:
         same, apart, noise, parity = zip(*ranks.all("check"), strict=True)
@@ -27,15 +30,14 @@ def setup(
             f"{max(apart)} nats from plain diffusers, whose own noise is {max(noise)}"
         )
         print(f"  nats from plain diffusers {max(apart):.1e}, its own noise {max(noise):.1e}; parity {max(parity):.1e}")
-        peaks = {name: max(ranks.all("peak_gb", name)) for name in ("train", "kept", "plain")}
+        peaks = {name: max(ranks.all("peak_gb", name)) for name in ("train", *(() if gathered else ("plain",)))}
         print("  peak GB: " + ", ".join(f"{name} {peak:.0f}" for name, peak in peaks.items()))
 
     rivals = {
-        "ours, weights kept gathered": lambda: ranks.all("kept"),
         "diffusers": lambda: ranks.all("plain"),
         "diffusers, compiled blocks": lambda: ranks.all("compiled"),
     }
-    return Workload(ours=lambda: ranks.all("train"), rivals=rivals, gate=gate)
+    return Workload(ours=lambda: ranks.all("train"), rivals={} if gathered else rivals, gate=gate)
 
 
 QWEN_IMAGE = {"model": {}, "side": 384, "text": 128, "rank": 64}
@@ -45,8 +47,14 @@ CASE = BenchCase(
     name="replay_fsdp",
     about="16 replayed transitions on each of two GPUs under FSDP2, full-size Qwen-Image, LoRA 64, 384 x 384",
     setup=setup,
-    sizes={"2 x 16 transitions": QWEN_IMAGE},
-    smoke={"2 x 16 transitions, tiny model": TINY},
+    sizes={
+        "2 x 16 transitions": QWEN_IMAGE,
+        "2 x 16 transitions, weights kept gathered": {**QWEN_IMAGE, "gathered": True},
+    },
+    smoke={
+        "2 x 16 transitions, tiny model": TINY,
+        "2 x 16 transitions, tiny model, weights kept gathered": {**TINY, "gathered": True},
+    },
     devices=("cuda",),
     timers=("wall",),
     gpus=WORLD,
