@@ -1,4 +1,4 @@
-"""Two ranks over gloo give what one rank gives: loss, gradients, moved weights, published weights."""
+"""Two ranks, over gloo or NCCL, give what one rank gives: loss, gradients, moved weights, published weights."""
 
 import pickle
 import socket
@@ -34,21 +34,25 @@ CASES = [
     Case("lora adapter, checkpointed, groups that the ranks do not divide", 3, ADAPTER | CHECKPOINTED),
     Case("lora, bf16 with fp32 masters", 4, LORA | MIXED),
 ]
-# Of the largest gradient. Measured: 3.5e-7 in fp32, 2.9e-3 with a bf16 forward.
+# Of the largest gradient. Measured on a CPU: 3.5e-7 in fp32, 2.9e-3 with a bf16 forward.
 GRADIENT_TOLERANCE = {"fp32": 2e-6, "bf16": 1e-2}
 # After two to six AdamW steps of 1e-3, whose divisor blows rounding up where a gradient is near 0: 2.0e-6, 1.8e-3.
 WEIGHT_TOLERANCE = {"fp32": 2e-5, "bf16": 8e-3}
+START = {"cpu": "fork", "cuda": "forkserver"}
+"""How ranks start: a process that has used CUDA cannot be forked."""
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)]
 
 
-@pytest.fixture(scope="module")
-def outcomes(model_folder, tmp_path_factory):
+@pytest.fixture(scope="module", params=DEVICES)
+def outcomes(request, model_folder, tmp_path_factory):
     """{case name: (one rank's Outcome, two ranks' Outcome)}. Ranks are forked: importing torch again is the cost."""
     folder = tmp_path_factory.mktemp("two-ranks")
     sidecars = {size: _sidecars(size, model_folder, folder) for size in {case.group_size for case in CASES}}
-    jobs = [(case, config_of(case, model_folder, SAMPLING), sidecars[case.group_size]) for case in CASES]
+    configs = [replace(config_of(case, model_folder, SAMPLING), device=request.param) for case in CASES]
+    jobs = [(case, config, sidecars[case.group_size]) for case, config in zip(CASES, configs, strict=True)]
     one, two = folder / "one.pkl", folder / "two.pkl"
-    run_ranks(rank_main, 1, (1, 0, jobs, one))
-    run_ranks(rank_main, 2, (2, free_port(), jobs, two))
+    run_ranks(rank_main, 1, (1, 0, jobs, one), START[request.param])
+    run_ranks(rank_main, 2, (2, free_port(), jobs, two), START[request.param])
     ones, twos = pickle.loads(one.read_bytes()), pickle.loads(two.read_bytes())
     return {name: (ones[name], twos[name]) for name in ones}
 
@@ -117,7 +121,7 @@ def test_two_ranks_move_and_publish_the_weights_of_one(outcomes, case):
             )
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
+@pytest.fixture(scope="module", params=DEVICES)
 def faults(request, model_folder, tmp_path_factory):
     """{phase: ((error, seconds) of the rank that was well, of the rank that failed)}, all in one start of two ranks.
 
@@ -127,8 +131,7 @@ def faults(request, model_folder, tmp_path_factory):
     # Waves: loading, too, waits for the other rank.
     case = Case("full", 4, {"fsdp_load_wave_size": 1, "device": request.param})
     job = (case, config_of(case, model_folder, SAMPLING), _sidecars(4, model_folder, folder))
-    method = "fork" if request.param == "cpu" else "forkserver"
-    run_ranks(failing_rank_main, 2, ([free_port() for _ in PHASES], job, folder / "seen"), method)
+    run_ranks(failing_rank_main, 2, ([free_port() for _ in PHASES], job, folder / "seen"), START[request.param])
     well, failing = (pickle.loads((folder / f"seen.{rank}").read_bytes()) for rank in (0, 1))
     return {phase: (well[phase], failing[phase]) for phase in PHASES}
 

@@ -68,7 +68,7 @@ def run_case(case: Case, config: ActorConfig, sidecars: list[Path], rank: int, w
     policy.optimizer.zero_grad(set_to_none=True)
     metrics = [actor.update(rollout, sidecars, advantages).metrics for rollout in range(2)]
     weights = {name: whole(p.data) for name, p in named}
-    published = {name: tensor.clone() for name, tensor in actor.wire_tensors()}
+    published = {name: tensor.cpu().clone() for name, tensor in actor.wire_tensors()}
     assert [(name, tuple(t.shape)) for name, t in published.items()] == actor.wire_manifest_entries()
     return Outcome(gradients, metrics, weights, published)
 
@@ -78,7 +78,7 @@ def advantages_of(case: Case, groups: int) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
 def rank_main(
@@ -86,9 +86,12 @@ def rank_main(
 ) -> None:
     """Runs all jobs as one of `world_size` ranks; rank 0 leaves {case name: Outcome} in `out`."""
     torch.set_num_threads(1)
+    device = jobs[0][1].device
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     if world_size > 1:
-        init_process_group(rank, world_size, "127.0.0.1", port, "cpu")
-    ballast = b"1" * (BALLAST if rank == 1 else 0)
+        init_process_group(rank, world_size, "127.0.0.1", port, device)
+    ballast = torch.ones(BALLAST if rank == 1 else 0, dtype=torch.uint8, device=device)
     outcomes = {case.name: run_case(case, config, sidecars, rank, world_size) for case, config, sidecars in jobs}
     del ballast
     if rank == 0:
