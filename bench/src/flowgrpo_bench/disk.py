@@ -1,5 +1,6 @@
 """The disk's own rate, for cases that write or read files: plain bytes, as many files at a time as the case."""
 
+import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,22 +9,29 @@ from pathlib import Path
 _BLOCK = 16 * 2**20
 
 
-def write_plain(folder: Path, nbytes: int, files: int) -> None:
-    """Writes `nbytes` of noise to `files` new files at once; on the disk when it returns."""
-    block = os.urandom(_BLOCK)
+def write_plain(folder: Path, nbytes: int, files: int, *, direct: bool = True) -> None:
+    """Writes at least `nbytes` of noise to `files` new files at once; on the disk when it returns.
+
+    Past the page cache (`direct`) or through it. Raises OSError (EINVAL) where the file system has no O_DIRECT.
+    """
+    block = mmap.mmap(-1, _BLOCK)  # at the start of a page, as O_DIRECT wants it
+    block.write(os.urandom(_BLOCK))
 
     def write(path: Path) -> None:
-        with open(path, "wb", buffering=0) as file:
-            left = nbytes // files
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o666)
+        try:
+            left = -(-nbytes // files // mmap.PAGESIZE) * mmap.PAGESIZE
             while left > 0:
-                left -= file.write(block[: min(left, _BLOCK)])
-            os.fsync(file.fileno())
+                left -= os.write(descriptor, memoryview(block)[: min(left, _BLOCK)])
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     _at_once(write, [folder / f"plain-{number}" for number in range(files)])
 
 
-def read_plain(folder: Path, files: int) -> None:
-    """Reads what `write_plain` wrote."""
+def read_plain(folder: Path, at_once: int) -> None:
+    """Reads what `write_plain` wrote, through the page cache, `at_once` files at a time."""
 
     def read(path: Path) -> None:
         buffer = bytearray(_BLOCK)
@@ -31,7 +39,7 @@ def read_plain(folder: Path, files: int) -> None:
             while file.readinto(buffer):
                 pass
 
-    _at_once(read, [folder / f"plain-{number}" for number in range(files)])
+    _at_once(read, sorted(folder.glob("plain-*")), at_once)
 
 
 def forget(folder: Path) -> None:
@@ -45,6 +53,6 @@ def forget(folder: Path) -> None:
                 os.close(descriptor)
 
 
-def _at_once(work: Callable[[Path], None], paths: list[Path]) -> None:
-    with ThreadPoolExecutor(len(paths)) as pool:
+def _at_once(work: Callable[[Path], None], paths: list[Path], workers: int | None = None) -> None:
+    with ThreadPoolExecutor(workers or len(paths)) as pool:
         list(pool.map(work, paths))

@@ -113,7 +113,7 @@ def test_the_layout_is_the_specified_one_and_a_lora_checkpoint_holds_the_adapter
     tree = save(make_actor(**LORA), model_folder, tmp_path, n=20)
     folder = tmp_path / "t2i" / "iter_0000020"
     assert {path.name for path in folder.iterdir()} == {
-        "fsdp", "rng_rank0.pt", COMMITTED, "metrics.jsonl", *JSON_FILES
+        "fsdp", "rng_rank0.pt", "checksums_rank0.json", COMMITTED, "metrics.jsonl", *JSON_FILES
     }  # fmt: skip
     assert (tmp_path / LATEST).read_text().strip() == (tmp_path / "t2i" / LATEST).read_text().strip() == "20"
     names = [name for path in (folder / "fsdp").glob("*.safetensors") for name in load_file(path)]
@@ -169,6 +169,14 @@ def missing_shard(folder):
     next((folder / "fsdp").glob("*.safetensors")).unlink()
 
 
+def flipped_bit_in_a_shard(folder):
+    """Of the same size, with a good header."""
+    path = next((folder / "fsdp").glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 8
+    path.write_bytes(data)
+
+
 def damaged_header_of_the_same_size(folder):
     path = next((folder / "fsdp").glob("*.safetensors"))
     path.write_bytes(b"\xff" * 16 + path.read_bytes()[16:])
@@ -204,7 +212,8 @@ def uncommitted(folder):
 @pytest.mark.parametrize(
     "spoil",
     [
-        *(truncated_shard, missing_shard, damaged_header_of_the_same_size, cut_json, edited_json, edited_alpha),
+        *(truncated_shard, missing_shard, flipped_bit_in_a_shard, damaged_header_of_the_same_size),
+        *(cut_json, edited_json, edited_alpha),
         *(missing_json, other_random_state, uncommitted),
     ],
 )
@@ -219,6 +228,75 @@ def test_a_spoilt_checkpoint_is_refused_by_name_and_moves_no_weight(make_actor, 
     assert str(tree.iteration(0)) in error.value.path
     assert pickle.loads(pickle.dumps(error.value)).path == error.value.path
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(actor).items())
+
+
+def from_a_stranger(folder, **small_files):
+    """Replaces small files, and makes COMMITTED agree, as whoever hands out a checkpoint can."""
+    for name, text in small_files.items():
+        (folder / name.replace("_json", ".json")).write_text(text)
+    (folder / COMMITTED).write_text(commit_record(folder, 0))
+
+
+def size_of_a_file_outside(folder):
+    state = json.loads((folder / "trainer_state.json").read_text())
+    state["files"]["../../../secret"] = 3
+    from_a_stranger(folder, trainer_state_json=json.dumps(state))
+
+
+def hash_of_a_file_outside(folder):
+    record = json.loads((folder / COMMITTED).read_text())
+    record["sha256"]["/dev/zero"] = "0"  # reading it would never end
+    (folder / COMMITTED).write_text(json.dumps(record))
+
+
+def link_to_a_device(folder):
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").symlink_to("/dev/zero")
+
+
+def shard_outside(folder):
+    from_a_stranger(folder, checksums_rank0_json=json.dumps({"../../../secret.safetensors": [0]}))
+
+
+def endless_header(folder):
+    path = next((folder / "fsdp").glob("*.safetensors"))
+    path.write_bytes((2**62).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def deep_json(folder):
+    from_a_stranger(folder, adapter_contract_json="[" * 200_000)
+
+
+def no_rollout_id(folder):
+    state = json.loads((folder / "trainer_state.json").read_text())
+    from_a_stranger(folder, trainer_state_json=json.dumps(state | {"rollout_id": None}))
+
+
+def no_checksums(folder):
+    from_a_stranger(folder, checksums_rank0_json="{}")
+
+
+def foreign_random_state(folder):
+    torch.save({"torch": torch.zeros(3, dtype=torch.uint8), "cuda": None}, folder / "rng_rank0.pt")
+    state = json.loads((folder / "trainer_state.json").read_text())
+    state["files"]["rng_rank0.pt"] = (folder / "rng_rank0.pt").stat().st_size
+    from_a_stranger(folder, trainer_state_json=json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *(size_of_a_file_outside, hash_of_a_file_outside, link_to_a_device, shard_outside, endless_header, deep_json),
+        *(no_rollout_id, no_checksums, foreign_random_state),
+    ],
+)
+def test_a_strangers_checkpoint_is_refused_in_words_whatever_it_says(make_actor, model_folder, tmp_path, spoil):
+    actor = make_actor(**LORA)
+    tree = save(actor, model_folder, tmp_path)
+    spoil(tree.iteration(0))
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint(actor, tree, 0)
+    assert str(tree.iteration(0)) in error.value.path
 
 
 def test_another_rank_finds_no_place_in_the_checkpoint(make_actor, model_folder, tmp_path):

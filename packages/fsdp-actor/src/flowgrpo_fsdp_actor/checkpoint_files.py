@@ -2,6 +2,7 @@
 
     <save>/<task>/iter_<n:07d>/
         fsdp/*.safetensors           DCP shards: trainable weights and AdamW state (the adapter alone under LoRA)
+        checksums_rank<r>.json       CRC-32 of every MiB of the rank's shards
         rng_rank<r>.pt
         trainer_state.json           rollout id, policy version, lr steps, and the size of every file above
         weight_sync_manifest.json
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from flowgrpo_rollout_sglang.files import write_atomic
 from torch import Tensor
 
+from flowgrpo_fsdp_actor.checkpoint_blocks import RESTORE
 from flowgrpo_fsdp_actor.checkpoint_shards import StoredPiece, read_shards, stored_pieces, whole_shape, write_shards
 from flowgrpo_fsdp_actor.distributed import fail_together
 from flowgrpo_fsdp_actor.errors import CheckpointError
@@ -38,8 +40,10 @@ if TYPE_CHECKING:
 COMMITTED = "COMMITTED"
 LATEST = "latest_checkpointed_iteration.txt"
 HISTORY = "metrics.jsonl"
-RESTORE = "restore it, or move this iteration's folder away to go on from the one before"
+CHECKSUMS = "checksums_rank"
 JSON_FILES = ("trainer_state.json", "weight_sync_manifest.json", "adapter_contract.json")
+COUNTERS = ("rollout_id", "policy_version", "lr_scheduler_steps")
+"""What trainer_state.json must say, for the run to go on where it was."""
 
 
 @dataclass(frozen=True)
@@ -113,28 +117,27 @@ def save_checkpoint(
 def load_checkpoint(actor: "FsdpActor", tree: CheckpointTree, n: int) -> dict[str, Any]:
     """Reads iteration `n` into `actor`, on any number of ranks; returns its trainer_state.json.
 
-    Raises CheckpointError naming the file and what is wrong with it, on every rank, before a weight has moved,
-    unless the file system fails in the middle of reading.
+    Raises CheckpointError naming the file and what is wrong with it, on every rank: before a weight has moved, unless
+    it is a shard's content (its size and header may be right) or the disk fails while reading. Then throw `actor` away.
     """
     folder = tree.iteration(n)
     state: dict[str, Any] = {}
     random_states: dict[str, Any] = {}
+    rng = folder / f"rng_rank{dist.get_rank()}.pt"
 
     def check() -> None:
         state.update(read_documents(folder)["trainer_state.json"])
-        rng = folder / f"rng_rank{dist.get_rank()}.pt"
         if rng.is_file():  # fewer ranks wrote than read now: the new ranks keep their own
             random_states.update(_read_rng(rng))
 
     _all_or_none(_attempt(check), folder)
     live = actor.checkpoint_state()
     stored: dict[str, list[StoredPiece]] = {}
-    _all_or_none(_attempt(lambda: stored.update(_checked_tensors(folder / "fsdp", _flat(live)))), folder)
+    _all_or_none(_attempt(lambda: stored.update(_checked_tensors(folder, _flat(live)))), folder)
     _all_or_none(_attempt(lambda: read_shards(_flat(live), stored)), folder)
     actor.load_checkpoint_state(live)
     actor.lr_scheduler_steps = state["lr_scheduler_steps"]
-    if random_states:
-        actor.load_rng_state(random_states)
+    _all_or_none(_attempt(lambda: _restore_rng(actor, random_states, rng) if random_states else None), folder)
     return state
 
 
@@ -147,24 +150,32 @@ def read_documents(folder: Path) -> dict[str, Any]:
         raise CheckpointError(str(folder), "there is no such checkpoint", "name an iteration that was saved")
     if not (folder / COMMITTED).is_file():
         raise CheckpointError(str(folder), "is not committed", "resume from a folder that holds COMMITTED")
-    documents: dict[str, Any] = {}
     try:
-        for name, digest in _read_json(folder / COMMITTED)["sha256"].items():
-            if hashlib.sha256(_read(folder / name)).hexdigest() != digest:
+        digests: dict[str, str] = _read_json(folder / COMMITTED)["sha256"]
+        for name in (*JSON_FILES, HISTORY, *digests):
+            if hashlib.sha256(_read(_inside(folder, name))).hexdigest() != digests[name]:
                 raise CheckpointError(str(folder / name), "was changed after it was saved", RESTORE)
         documents = {name: _read_json(folder / name) for name in JSON_FILES}
-        sizes: dict[str, int] = documents["trainer_state.json"]["files"]
+        state = documents["trainer_state.json"]
+        for name, size in state["files"].items():
+            if (found := _inside(folder, name).stat().st_size) != size:
+                raise CheckpointError(str(folder / name), f"has {found} bytes, {size} were written", RESTORE)
+        if unsaid := [name for name in COUNTERS if type(state.get(name)) is not int]:
+            raise CheckpointError(str(folder / "trainer_state.json"), f"says no {', '.join(unsaid)}", RESTORE)
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
             str(folder), f"lacks what a checkpoint holds ({type(error).__name__}: {error})", RESTORE
         ) from error
-    for name, size in sizes.items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(str(path), "is missing", RESTORE)
-        if (found := path.stat().st_size) != size:
-            raise CheckpointError(str(path), f"has {found} bytes, {size} were written", RESTORE)
     return documents
+
+
+def stored_tensors(folder: Path) -> dict[str, list[StoredPiece]]:
+    """Every tensor of a committed checkpoint, and where its pieces lie. Raises CheckpointError."""
+    checksums: dict[str, list[int]] = {}
+    for name in _read_json(folder / COMMITTED)["sha256"]:
+        if name.startswith(CHECKSUMS):
+            checksums.update(_read_json(_inside(folder, name)))
+    return stored_pieces(folder / "fsdp", checksums)
 
 
 def commit_record(folder: Path, n: int) -> str:
@@ -207,9 +218,11 @@ def _fresh(folder: Path) -> None:
 
 
 def _write_shards(actor: "FsdpActor", folder: Path) -> None:
-    write_shards(_flat(actor.checkpoint_state()), folder / "fsdp", dist.get_rank())
+    rank = dist.get_rank()
+    checksums = json.dumps(write_shards(_flat(actor.checkpoint_state()), folder / "fsdp", rank))
+    write_atomic(folder / f"{CHECKSUMS}{rank}.json", lambda temporary: temporary.write_text(checksums))
     state = actor.rng_state()
-    write_atomic(folder / f"rng_rank{dist.get_rank()}.pt", lambda temporary: torch.save(state, temporary))
+    write_atomic(folder / f"rng_rank{rank}.pt", lambda temporary: torch.save(state, temporary))
 
 
 def _commit(tree: CheckpointTree, n: int, documents: Mapping[str, Any], history: str) -> None:
@@ -226,11 +239,19 @@ def _commit(tree: CheckpointTree, n: int, documents: Mapping[str, Any], history:
         write_atomic(latest, lambda temporary: temporary.write_text(f"{n}\n"))
 
 
+def _inside(folder: Path, name: str) -> Path:
+    """The file `name` of `folder`: whoever wrote the name, no other file is looked at."""
+    path = folder / name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise CheckpointError(str(folder), f"names a file outside itself: {name!r}", "do not use it")
+    if not path.is_file():  # nor a pipe or a device, which would be read for ever
+        raise CheckpointError(str(path), "is missing", RESTORE)
+    return path
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(str(path), "is missing", RESTORE) from None
     except OSError as error:
         raise CheckpointError(str(path), f"cannot be read: {error.strerror}", "see its permissions") from error
 
@@ -238,7 +259,7 @@ def _read(path: Path) -> bytes:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(str(path), f"is not JSON: {error}", RESTORE) from error
 
 
@@ -247,13 +268,24 @@ def _read_rng(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        first = str(error).splitlines()[0]
-        raise CheckpointError(str(path), f"holds no random state: {first}", RESTORE) from error
+        raise _no_random_state(path, error) from error
+
+
+def _restore_rng(actor: "FsdpActor", state: dict[str, Any], path: Path) -> None:
+    try:
+        actor.load_rng_state(state)
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise _no_random_state(path, error) from error
+
+
+def _no_random_state(path: Path, error: Exception) -> CheckpointError:
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return CheckpointError(str(path), f"holds no random state: {first}", RESTORE)
 
 
 def _checked_tensors(folder: Path, live: Mapping[str, Tensor]) -> dict[str, list[StoredPiece]]:
     """Where each tensor lies. Raises CheckpointError naming those that are missing, unknown or of another shape."""
-    stored = stored_pieces(folder)
+    stored = stored_tensors(folder)
     wrong = [name for name in live if name not in stored or whole_shape(stored[name]) != tuple(live[name].shape)]
     wrong += [name for name in stored if name not in live]
     if wrong:
@@ -280,13 +312,17 @@ def _attempt(work: Any) -> Exception | None:
 def _all_or_none(failed: Exception | None, folder: Path) -> None:
     """Raises on every rank if any rank failed: a MIN all-reduce of success, then the first failure's words."""
     succeeded = torch.tensor(0 if failed else 1)
-    words: list[Any] = [None] * dist.get_world_size()
+    said: list[Any] = [None] * dist.get_world_size()
     with fail_together("a checkpoint"):  # a rank that failed in an earlier phase does not come
         dist.all_reduce(succeeded, op=dist.ReduceOp.MIN)
         if succeeded.item():
             return
-        dist.all_gather_object(words, None if failed is None else f"{type(failed).__name__}: {failed}")
-    if isinstance(failed, CheckpointError):
-        raise failed
-    rank, first = next((rank, text) for rank, text in enumerate(words) if text is not None)
-    raise CheckpointError(str(folder), f"rank {rank}: {first}", "see the disk's space and permissions") from failed
+        dist.all_gather_object(said, failed and _as_checkpoint_error(failed, dist.get_rank(), folder))
+    raise next(error for error in said if error is not None) from failed
+
+
+def _as_checkpoint_error(error: Exception, rank: int, folder: Path) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    why = f"rank {rank}: {type(error).__name__}: {error}"
+    return CheckpointError(str(folder), why, "see the disk's space and permissions")

@@ -1,20 +1,22 @@
 """The tensors of a checkpoint on disk: each rank writes its pieces, and any number of ranks reads its own rows of them.
 
 The files are safetensors in the layout of torch's DCP (its HuggingFaceStorageReader reads and reshards them), but
-written and read here, as streams, several files at a time: memory stays near a few tensors, the disk is what limits,
-and the error of any file is raised. torch 2.11's writer of this layout first builds a rank's whole file in memory,
-beside a copy of all its tensors (120 GB for 40 GB of state); with several threads, both it and the reader lose their
-errors, so that a full disk would go unnoticed.
+written and read here, as checked streams, several files at a time: memory stays at a few buffers, the disk is what
+limits, and the error of any file is raised. torch 2.11's writer of this layout first builds a rank's whole file in
+memory, beside a copy of all its tensors (120 GB for 40 GB of state); with several threads, both it and the reader
+lose their errors, so that a full disk would go unnoticed.
 """
 
-import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 from flowgrpo_rollout_sglang.files import fsync_folder
@@ -30,14 +32,18 @@ from torch.distributed.checkpoint._hf_utils import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from flowgrpo_fsdp_actor.checkpoint_blocks import CHECKED, RESTORE, CheckedFile, read_checked, staging, write_checked
 from flowgrpo_fsdp_actor.errors import CheckpointError
 from flowgrpo_fsdp_actor.sharding import local_rows
 
-FILE_BYTES = 1 << 30
+FILE_BYTES = 256 * 2**20
 """A file ends with the tensor that takes it past this size: files are written, and read, several at a time."""
-WRITERS = READERS = 4
-"""Files at a time, in each rank."""
-BUFFER_BYTES = 64 * 2**20
+WRITERS, READERS = 8, 4
+"""Files at a time, in each rank: while one thread copies from the GPU and checks, others keep the disk busy."""
+BUFFER_BYTES = 16 * 2**20
+"""Of each of them."""
+HEADER_BYTES = 100 * 10**6
+"""No longer header is parsed: safetensors' own limit."""
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -56,7 +62,7 @@ class Piece:
 class StoredPiece:
     """A piece in a file."""
 
-    path: Path
+    file: CheckedFile
     start: int
     """Its first byte in the file."""
     dtype: torch.dtype
@@ -73,33 +79,44 @@ class StoredPiece:
         return prod(self.shape[1:])
 
 
-def write_shards(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
-    """Writes this rank's pieces of `state` into `folder`; on the disk when it returns. Raises OSError."""
+def write_shards(state: Mapping[str, Tensor], folder: Path, rank: int) -> dict[str, tuple[int, ...]]:
+    """Writes this rank's pieces of `state` into `folder`; on the disk when it returns. Raises OSError.
+
+    Returns file name -> the checksums that `stored_pieces` asks for.
+    """
     groups = _groups(list(_pieces(state, rank)))
-    paths = [folder / f"rank{rank:05d}-{number:05d}.safetensors" for number in range(len(groups))]
-    _at_once(WRITERS, _write_file, zip(paths, groups, strict=True))
+    names = [f"rank{rank:05d}-{number:05d}.safetensors" for number in range(len(groups))]
+    files = [(folder / name, group) for name, group in zip(names, groups, strict=True)]
+    most = max((sum(piece.local.nbytes for piece in group) for group in groups), default=0)
+    checksums = _at_once(WRITERS, most, [piece.local for group in groups for piece in group], _write_file, files)
     fsync_folder(folder)
+    return dict(zip(names, checksums, strict=True))
 
 
-def stored_pieces(folder: Path) -> dict[str, list[StoredPiece]]:
+def stored_pieces(folder: Path, checksums: Mapping[str, Sequence[int]]) -> dict[str, list[StoredPiece]]:
     """Every tensor in `folder`, with its pieces in the order of their rows.
 
-    Raises CheckpointError for a file that is no safetensors file of ours, or a tensor of which rows are missing.
+    Args:
+        checksums: of every file, by its name in `folder`, as `write_shards` returned them.
+
+    Raises CheckpointError for a file that is no safetensors file of ours, that is not the one that was saved as far
+    as it must be read here, or a tensor of which rows are missing.
     """
     pieces: dict[str, list[StoredPiece]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for name, crcs in sorted(checksums.items()):
+        path = folder / Path(name).name
         try:
-            for name, piece in _read_header(path):
-                pieces.setdefault(name, []).append(piece)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                str(path), f"cannot be read ({type(error).__name__}: {error})", "restore the file"
-            ) from error
-    for name, of_one in pieces.items():
+            for tensor, piece in _read_header(CheckedFile(path, tuple(crcs))):
+                pieces.setdefault(tensor, []).append(piece)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(str(path), f"cannot be read ({type(error).__name__}: {error})", RESTORE) from error
+    for tensor, of_one in pieces.items():
         of_one.sort(key=lambda piece: piece.first_row)
-        ends = [0, *(piece.end_row for piece in of_one)]
-        if any(piece.first_row != end for piece, end in zip(of_one, ends[:-1], strict=True)):
-            raise CheckpointError(str(folder), f"rows of {name} are missing", "restore the checkpoint")
+        whole = of_one[0].first_row == 0 and all(
+            one.end_row == other.first_row and one.shape[1:] == other.shape[1:] for one, other in pairwise(of_one)
+        )
+        if not whole:
+            raise CheckpointError(str(folder), f"rows of {tensor} are missing, or there twice", RESTORE)
     return pieces
 
 
@@ -110,8 +127,11 @@ def whole_shape(pieces: Sequence[StoredPiece]) -> tuple[int, ...]:
 
 
 def read_shards(live: Mapping[str, Tensor], stored: Mapping[str, Sequence[StoredPiece]]) -> None:
-    """Fills this rank's rows of every tensor of `live` from the files. Raises OSError, ValueError for a cut file."""
-    reads: dict[Path, list[tuple[StoredPiece, int, Tensor]]] = {}
+    """Fills this rank's rows of every tensor of `live` from the files, each byte checked before it is used.
+
+    Raises CheckpointError for a file that was changed or cut, OSError; parts of `live` have then been filled.
+    """
+    reads: dict[CheckedFile, list[tuple[int, torch.dtype, Tensor]]] = {}
     for name, tensor in live.items():
         first, local = local_rows(tensor)
         rows = local.detach().view(-1)  # never a copy: it would be filled in its place
@@ -121,60 +141,59 @@ def read_shards(live: Mapping[str, Tensor], stored: Mapping[str, Sequence[Stored
             if start < stop:
                 width = piece.row_elements
                 target = rows[(start - first) * width : (stop - first) * width]
-                reads.setdefault(piece.path, []).append((piece, (start - piece.first_row) * width, target))
-    _at_once(READERS, _read_file, reads.items())
+                at = piece.start + (start - piece.first_row) * width * piece.dtype.itemsize
+                reads.setdefault(piece.file, []).append((at, piece.dtype, target))
+    _at_once(READERS, FILE_BYTES, list(live.values()), read_checked, reads.items())
 
 
-def _at_once(workers: int, work: Callable[..., None], arguments: Iterable[tuple]) -> None:
-    """`work(*a)` for all `arguments`; raises the first error, once no worker runs any more."""
-    card = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+def _at_once(
+    workers: int, most: int, tensors: Sequence[Tensor], work: Callable[..., Any], files: Iterable[tuple]
+) -> list[Any]:
+    """`work(buffer, *of_one)` for each of `files`, of `most` bytes; raises the first error, once no worker runs."""
+    files = list(files)
+    workers = min(workers, len(files))
+    each = min(BUFFER_BYTES, (most // CHECKED + 1) * CHECKED)
+    pinned = any(tensor.is_cuda for tensor in tensors)
+    buffers: SimpleQueue[Tensor] = SimpleQueue()
+    for buffer in staging(workers * each, pinned=pinned).split(each) if files else ():
+        buffers.put(buffer)
+    card = torch.cuda.current_device() if pinned else None
 
-    def on_the_same_card() -> None:
-        if card is not None:  # a new thread begins on card 0, and pinning there would open a context on it
-            torch.cuda.set_device(card)
+    def with_a_buffer(of_one: tuple) -> Any:
+        if card is not None:
+            torch.cuda.set_device(card)  # a new thread begins on card 0
+        buffer = buffers.get()
+        try:
+            return work(buffer, *of_one)
+        finally:
+            buffers.put(buffer)
 
-    with ThreadPoolExecutor(workers, "checkpoint", on_the_same_card) as pool:
-        running = [pool.submit(work, *of_one) for of_one in arguments]
-    for one in running:
-        one.result()
-
-
-def _read_file(path: Path, reads: Sequence[tuple[StoredPiece, int, Tensor]]) -> None:
-    """Each (piece, its first wanted element, where the elements go), cast where the dtypes differ."""
-    largest = max(target.numel() * piece.dtype.itemsize for piece, _, target in reads)
-    buffer = _buffer([target for _, _, target in reads], largest)
-    with open(path, "rb", buffering=0) as file:
-        for piece, first, target in reads:
-            file.seek(piece.start + first * piece.dtype.itemsize)
-            for part in target.split(max(1, buffer.numel() // piece.dtype.itemsize)):
-                into = buffer[: part.numel() * piece.dtype.itemsize]
-                _read_all(file, into.numpy().data, path)
-                part.copy_(into.view(piece.dtype))
-
-
-def _read_all(file: io.FileIO, into: memoryview, path: Path) -> None:
-    while into:
-        count = file.readinto(into)
-        if not count:
-            raise ValueError(f"{path} ends in the middle of a tensor")
-        into = into[count:]
+    with ThreadPoolExecutor(max(1, workers), "checkpoint") as pool:
+        running = [pool.submit(with_a_buffer, of_one) for of_one in files]
+    return [one.result() for one in running]
 
 
-def _read_header(path: Path) -> Iterator[tuple[str, StoredPiece]]:
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+def _read_header(stored: CheckedFile) -> Iterator[tuple[str, StoredPiece]]:
+    with open(stored.path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        if length > size - 8:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, HEADER_BYTES):
             raise ValueError(f"its header should have {length} bytes")
-        entries = json.loads(file.read(length))
+        head = bytearray((8 + length) // CHECKED * CHECKED + CHECKED)
+        stored.fill(file, 0, memoryview(head))
+    entries = json.loads(bytes(head[8 : 8 + length]))
     offsets = json.loads(entries.pop("__metadata__")[CUSTOM_METADATA_KEY])
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]
         shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
         first, *inner = offsets[name][SAVED_OFFSETS_KEY] or (0,)
-        if end - begin != prod(shape) * dtype.itemsize or 8 + length + end > size or any(inner):
+        start = 8 + length + begin
+        whole_numbers = all(type(value) is int and value >= 0 for value in (begin, end, first, *shape))
+        if not whole_numbers or end - begin != prod(shape) * dtype.itemsize or 8 + length + end > size or any(inner):
             raise ValueError(f"{name} is not where its header says")
-        yield name, StoredPiece(path, 8 + length + begin, dtype, shape, first)
+        if start % dtype.itemsize:
+            raise ValueError(f"{name} does not begin at a multiple of its elements' size")
+        yield name, StoredPiece(stored, start, dtype, shape, first)
 
 
 def _pieces(state: Mapping[str, Tensor], rank: int) -> Iterator[Piece]:
@@ -200,36 +219,12 @@ def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
     return groups
 
 
-def _write_file(path: Path, pieces: Sequence[Piece]) -> None:
-    buffer = _buffer([piece.local for piece in pieces])
-    try:
-        with open(path, "wb") as file:
-            header = _header(pieces)
-            file.write(len(header).to_bytes(8, "little"))
-            file.write(header)
-            for piece in pieces:
-                _write_tensor(file, piece.local, buffer)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = str(path)  # a write on a full disk does not say where
-        raise
-
-
-def _write_tensor(file: io.BufferedWriter, tensor: Tensor, buffer: Tensor) -> None:
-    """Through `buffer`: a host copy of the whole tensor would cost fresh pages, which take longer than the bytes."""
-    flat = tensor.contiguous().view(-1)
-    for part in flat.split(buffer.numel() // tensor.element_size()):
-        host = buffer[: part.nbytes]
-        host.view(tensor.dtype).copy_(part)
-        file.write(host.numpy().data)
-
-
-def _buffer(tensors: Sequence[Tensor], largest: int | None = None) -> Tensor:
-    """[bytes] uint8 on the host, pinned for tensors on a GPU; no longer than the largest of them."""
-    nbytes = max(tensor.nbytes for tensor in tensors) if largest is None else largest
-    pinned = any(tensor.is_cuda for tensor in tensors)
-    return torch.empty(min(BUFFER_BYTES, nbytes), dtype=torch.uint8, pin_memory=pinned)
+def _write_file(buffer: Tensor, path: Path, pieces: Sequence[Piece]) -> tuple[int, ...]:
+    # Wider elements first: none then lies across two blocks.
+    pieces = sorted(pieces, key=lambda piece: -piece.local.element_size())
+    header = _header(pieces)
+    head = torch.frombuffer(bytearray(len(header).to_bytes(8, "little") + header), dtype=torch.uint8)
+    return write_checked(buffer, path, chain([head], (piece.local.contiguous() for piece in pieces)))
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:

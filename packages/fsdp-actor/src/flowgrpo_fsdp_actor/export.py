@@ -19,8 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree, read_documents
-from flowgrpo_fsdp_actor.checkpoint_shards import StoredPiece, read_shards, stored_pieces, whole_shape
+from flowgrpo_fsdp_actor.checkpoint_blocks import RESTORE
+from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree, read_documents, stored_tensors
+from flowgrpo_fsdp_actor.checkpoint_shards import StoredPiece, read_shards, whole_shape
 from flowgrpo_fsdp_actor.contract import base_model_hash
 from flowgrpo_fsdp_actor.errors import CheckpointError, ExportError
 
@@ -56,7 +57,7 @@ class Checkpoint:
     @cached_property
     def _stored(self) -> dict[str, list[StoredPiece]]:
         """Trained weight -> its pieces."""
-        stored = stored_pieces(self.folder / "fsdp")
+        stored = stored_tensors(self.folder)
         return {name.removeprefix(PREFIX): pieces for name, pieces in stored.items() if name.startswith(PREFIX)}
 
     def names(self) -> list[str]:
@@ -68,8 +69,8 @@ class Checkpoint:
         whole = torch.empty(whole_shape(pieces), dtype=pieces[0].dtype)
         try:
             read_shards({name: whole}, {name: pieces})
-        except (OSError, ValueError) as error:
-            raise CheckpointError(str(pieces[0].path), f"cannot be read: {error}", "restore the file") from error
+        except OSError as error:
+            raise CheckpointError(str(pieces[0].file.path), f"cannot be read: {error.strerror}", RESTORE) from error
         return whole
 
 
