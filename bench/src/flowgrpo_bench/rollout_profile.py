@@ -1,9 +1,9 @@
 """Where a rollout's time goes: forwards by themselves, the server's sampler in this process, whole requests.
 
-    python -m flowgrpo_bench.rollout_profile [--layers 12 --heads 24 --side 384] [--no-compiled]
+    python -m flowgrpo_bench.rollout_profile [--layers 12 --heads 24 --side 384]
 
-On a GPU a forward is shown plain, as a CUDA graph, with more fused (`rollout_variants`), with compiled blocks, and as
-diffusers does it: until it is launched, until it is done, and how far from the plain one.
+On a GPU a forward is shown plain, as a CUDA graph, in other ways (`rollout_variants`), and as diffusers does it: until
+it is launched, until it is done, and how far from the plain one; at 16 candidates also with texts of two lengths.
 Then the parts of a wave, the kernels of a forward of 16 candidates, and the parts of a request to the server.
 """
 
@@ -16,15 +16,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
 from torch import Tensor
 
 from flowgrpo_bench import rollout_servers as servers
 from flowgrpo_bench import rollout_variants as variants
 from flowgrpo_bench.results import FLOPS
 
-SIZES, PROFILED, SHOWN, REPEATS = (1, 8, 16, 32), 16, 22, 3
-COMPILED = (16,)
-"""Candidates of the forwards that are compiled: half a minute each."""
+SIZES, PROFILED, SHOWN, REPEATS = (1, 8, 16, 32), 16, 16, 3
+SIGMA = 0.8
+KERNELS = ("graph", "graph, SGLang's own")
+"""Forwards whose kernels are listed."""
 Calls = dict[str, Callable[[], Tensor]]
 
 
@@ -41,15 +43,10 @@ def main() -> None:
     for candidates in SIZES:
         show_request(servers.our_engine(*model), candidates, arguments.side)
     if device == "cuda":
+        show_forwards(padded_forwards(sampler, PROFILED, arguments.side), PROFILED, arguments)
         for name, call in forwards(sampler, diffusers, PROFILED, arguments.side).items():
-            show_kernels(name, call)
-    if device == "cuda" and arguments.compiled:
-        variants.compile_blocks(sampler.transformer)
-        for candidates in COMPILED:
-            calls = forwards(sampler, diffusers, candidates, arguments.side)
-            chosen = {f"compiled {name}": calls[name] for name in ("plain", "graph")}
-            show_forwards(chosen, candidates, arguments)
-        show_kernels("compiled", forwards(sampler, diffusers, PROFILED, arguments.side)["plain"])
+            if name in KERNELS:
+                show_kernels(name, call)
 
 
 def load_sampler(device: str, layers: int, heads: int) -> Any:
@@ -65,43 +62,59 @@ def load_sampler(device: str, layers: int, heads: int) -> Any:
 
 def forwards(sampler: Any, diffusers: Any, rows: int, side: int) -> Calls:
     """The same forward of `rows` candidates in every way."""
-    from flowgrpo_rollout_sglang.server.contract import parse
-    from flowgrpo_rollout_sglang.server.graphs import ForwardGraphs
-    from flowgrpo_rollout_sglang.sglang_engine import wave_body
-    from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
-
-    wave = parse(wave_body([servers.request(1, side)]))
-    with torch.inference_mode():
-        text = sampler._encode(servers.PROMPT)
-        layout, conditions = sampler._conditions(wave, [text] * rows)
-    latents = torch.randn(rows, (side // 16) ** 2, 64, device=text.device)
-    sigma = torch.full((rows,), 0.8, device=text.device)
-    given = {"latents": latents, "timestep": sigma.double() * 1000.0, **conditions}
-    texts = text[None].expand(rows, -1, -1)
-
-    def plain() -> Tensor:
-        return sampler._forward(layout, **given)
-
-    def graph(within: Callable[[Any], AbstractContextManager] = lambda _: nullcontext()) -> Callable[[], Tensor]:
-        graphs = ForwardGraphs(sampler._forward, sampler._weights)
-
-        def call() -> Tensor:
-            with within(sampler.transformer):
-                return graphs(layout, given)
-
-        return call
-
+    layout, given = _given(sampler, [servers.PROMPT] * rows, side)
+    sigma = torch.full((rows,), SIGMA, device=sampler.device)
     return {
-        "plain": plain,
-        "graph": graph(),
-        "graph, fused": graph(variants.fused),
-        "graph, cuDNN attention": graph(variants.cudnn_attention),
-        "graph, two streams": graph(variants.two_streams),
-        "graph, two, fused": graph(variants.two_streams_fused),
+        "plain": lambda: sampler._forward(layout, **given),
+        "graph": _graph(sampler, layout, given),
+        "graph, SGLang's own": _graph(sampler, layout, given, variants.sglangs_own),
+        "graph, two streams": _graph(sampler, layout, given, variants.two_streams),
         "diffusers": lambda: qwen_image_velocity(
-            diffusers, latents, sigma, texts, None, side, side, servers.VAE_SCALE_FACTOR
+            diffusers, given["latents"], sigma, given["text"], None, side, side, servers.VAE_SCALE_FACTOR
         ),
     }
+
+
+def padded_forwards(sampler: Any, rows: int, side: int) -> Calls:
+    """With texts of two lengths, so that attention has a mask."""
+    layout, given = _given(sampler, [servers.PROMPT, servers.PROMPT + " beside a green square"] * (rows // 2), side)
+    return {
+        "padded, plain": lambda: sampler._forward(layout, **given),
+        "padded, graph": _graph(sampler, layout, given),
+        "padded, graph, cuDNN": _graph(sampler, layout, given, variants.cudnn_attention),
+    }
+
+
+@torch.inference_mode()
+def _given(sampler: Any, prompts: list[str], side: int) -> tuple[Any, dict[str, Tensor | None]]:
+    """Layout and inputs of a forward with a candidate for each prompt."""
+    from flowgrpo_rollout_sglang.server.contract import parse
+    from flowgrpo_rollout_sglang.sglang_engine import wave_body
+
+    wave = parse(wave_body([servers.request(1, side)]))
+    texts = {prompt: sampler._encode(prompt) for prompt in dict.fromkeys(prompts)}
+    layout, conditions = sampler._conditions(wave, [texts[prompt] for prompt in prompts])
+    latents = torch.randn(len(prompts), (side // 16) ** 2, 64, device=sampler.device)
+    timestep = torch.full((len(prompts),), SIGMA * 1000.0, dtype=torch.float64, device=sampler.device)
+    return layout, {"latents": latents, "timestep": timestep, **conditions}
+
+
+def _graph(
+    sampler: Any,
+    layout: Any,
+    given: dict[str, Tensor | None],
+    within: Callable[[Any], AbstractContextManager] = lambda _: nullcontext(),
+) -> Callable[[], Tensor]:
+    """The sampler's forward as a graph of its own, made and replayed `within` a variant."""
+    from flowgrpo_rollout_sglang.server.graphs import ForwardGraphs
+
+    graphs = ForwardGraphs(sampler._forward, sampler._weights)
+
+    def call() -> Tensor:
+        with within(sampler.transformer):
+            return graphs(layout, given)
+
+    return call
 
 
 @torch.inference_mode()
@@ -133,8 +146,8 @@ def warmed(name: str, call: Callable[[], Tensor]) -> Tensor | None:
         for _ in range(3):
             result = call()
         torch.cuda.synchronize()
-    except RuntimeError as error:
-        print(f"  {name:22} failed: {error}", flush=True)
+    except Exception as error:
+        print(f"  {name:22} failed: {type(error).__name__}: {error}", flush=True)
         return None
     return result.float()
 
@@ -236,7 +249,6 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Where a rollout's time goes.")
     for name, default in (("--layers", 12), ("--heads", 24), ("--side", 384)):
         parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args()
 
 

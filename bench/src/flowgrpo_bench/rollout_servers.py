@@ -5,9 +5,9 @@ Each is started at its first use and kept until the process ends: a server takes
 
 import atexit
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -70,13 +70,16 @@ def pipeline(device: str, layers: int, heads: int) -> Any:
     return loaded.to(device)
 
 
-def start_together(device: str, layers: int, heads: int) -> None:
-    """`our_engine` while `pipeline` loads: both read the folder, and neither waits for the other."""
-    model_folder(device, layers, heads)
-    server = Thread(target=our_engine, args=(device, layers, heads))
-    server.start()
-    pipeline(device, layers, heads)
-    server.join()
+def start_together(device: str, layers: int, heads: int, *, stock: bool = False) -> None:
+    """Our engine, the pipeline and, if asked for, the stock server, all at once: most of it is imports."""
+    model = (device, layers, heads)
+    model_folder(*model)
+    servers = [our_engine, stock_server] if stock else [our_engine]
+    with ThreadPoolExecutor(len(servers)) as threads:
+        starting = [threads.submit(start, *model) for start in servers]
+        pipeline(*model)
+        for server in starting:
+            server.result()
 
 
 def request(candidates: int, side: int) -> GroupRequest:
@@ -114,6 +117,15 @@ def stock_body(device: str, side: int) -> dict[str, Any]:
         "rollout_sde_step_indices": list(TRAINED),
         "rollout_return_step_indices": sorted({k + d for k in TRAINED for d in (0, 1)}),
     }
+
+
+def assert_fast(info: dict[str, Any]) -> None:
+    """Raises AssertionError where a server on a GPU fell back to slower kernels, from its `info`."""
+    if info["device"].startswith("cuda"):
+        found = {name: info[name] for name in ("fused_rope", "attention", "fused_gelu")}
+        assert found == {"fused_rope": True, "attention": "cudnn", "fused_gelu": True}, (
+            f"SGLang runs slower kernels: {found}; see the server's log"
+        )
 
 
 @torch.no_grad()

@@ -2,5 +2,6 @@
 
 Two processes: FastAPI (`http`) takes requests, the scheduler (`handlers`) holds the weights and does the work.
 `contract` is what they, and the engine outside, agree on; it imports neither torch nor sglang.
-Read in this order: `contract`, `http`, `handlers`, `sampler`, `memory`, `adapter`, `tensor_update`, `launch`.
+Read in this order: `contract`, `http`, `handlers`, `sampler`, `fused`, `graphs`, `memory`, `adapter`, `tensor_update`,
+`launch`.
 """

@@ -98,9 +98,8 @@ class ForwardGraphs:
         if not self._kept:
             return
         torch.cuda.synchronize()  # one of them may still run
-        for recorded in self._kept.values():
-            if recorded is not None:
-                recorded.graph.reset()
+        for graph in [kept.graph for kept in self._kept.values() if kept is not None]:  # no name here for its tensors:
+            graph.reset()  # they would stay
         self._kept.clear()
         self._pool = None
         # cuBLAS's workspace of the recording stream lies in the graphs' pool and would keep it alive.
@@ -131,15 +130,26 @@ class ForwardGraphs:
                 output = self._forward(layout, **{name: static.get(name) for name in inputs})
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):  # says only that the capture was broken off
-                    graph.capture_end()
+                    self._end(graph)
                 if isinstance(error, Exception):
                     raise GraphCaptureError(_shapes(inputs), f"{type(error).__name__}: {error}") from error
                 raise
             try:
-                graph.capture_end()
+                self._end(graph)
             except RuntimeError as error:
                 raise GraphCaptureError(_shapes(inputs), str(error)) from error
         return _Recorded(graph, static, output)
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a recording. One that was broken off leaves torch's allocator recording into the pool: no graph could
+        use it any more, so that it is closed here, and the next recording opens another."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            pool, self._pool = self._pool, None
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, pool)
+            torch._C._cuda_releasePool(self._stream.device_index, pool)
+            raise
 
 
 def _shapes(inputs: Inputs) -> str:

@@ -172,6 +172,8 @@ class Server:
             "dtype": str(sampler.dtype).removeprefix("torch."),
             "devices": self._ranks.exchange(_identity(sampler.device)),
             "fused_rope": sampler.fused_rope(),
+            "attention": sampler.attention,
+            "fused_gelu": sampler.fused_gelu,
             "cuda_graphs": None if sampler.graphs is None else sampler.graphs.recorded,
             "vae_dtype": config.vae_precision,
             "vae_scale_factor": sampler.vae_scale_factor,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from flowgrpo_rollout_sglang.noise import candidate_noise, pack_latents, unpack_latents
 from flowgrpo_rollout_sglang.one_frame import fuse_layers, skip_empty_frames
 from flowgrpo_rollout_sglang.server.contract import MAX_TEXT_TOKENS, Candidate, ContractError, Wave
+from flowgrpo_rollout_sglang.server.fused import fuse_gelu, use_cudnn_attention
 from flowgrpo_rollout_sglang.server.graphs import ForwardGraphs
 from flowgrpo_rollout_sglang.velocity import PATCH, latent_grid
 
@@ -78,6 +79,13 @@ class Sampler:
         skip_empty_frames(pipeline.get_module("vae"))
         if self.device.type == "cuda":
             fuse_layers(pipeline.get_module("vae"))
+        self.attention: str | None = None
+        """What attention without a mask runs on, and whether GELU is fused (`fused`). None: SGLang's own, as on a CPU
+        and in fp32."""
+        self.fused_gelu: bool | None = None
+        if self.device.type == "cuda" and self.dtype == torch.bfloat16:
+            self.attention = use_cudnn_attention(self.transformer)
+            self.fused_gelu = fuse_gelu(self.transformer) > 0
         self.vae_scale_factor: int = server_args.pipeline_config.get_vae_scale_factor()
         self.latent_channels: int = server_args.pipeline_config.dit_config.arch_config.in_channels // 4
         self.graphs = ForwardGraphs(self._forward, self._weights) if cuda_graphs else None
