@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from flowgrpo_fsdp_actor.adapters.qwen_image_blocks import prepare_for_compile
+from flowgrpo_fsdp_actor.adapters.qwen_image_blocks import LayerNorm, gelu_tanh, prepare_for_compile
 from flowgrpo_fsdp_actor.lora import inject_lora
+from torch import nn
 
 B, P, L = 4, 24, 9
 LENGTHS = torch.tensor([9, 5, 7, 9])
@@ -26,7 +27,7 @@ def models(request, model_folder):
             if parameter.is_meta:
                 owner, _, leaf = name.rpartition(".")
                 values = 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-                setattr(theirs.get_submodule(owner), leaf, torch.nn.Parameter(values))
+                setattr(theirs.get_submodule(owner), leaf, nn.Parameter(values))
     ours = copy.deepcopy(theirs)
     prepare_for_compile(ours, "cpu")
     return theirs, ours
@@ -56,20 +57,9 @@ def worst(ours, theirs):
     """Largest difference, relative to the largest value of each tensor that is not zero."""
     (out, gradients), (expected, expected_gradients) = ours, theirs
     assert gradients.keys() == expected_gradients.keys()
-    pairs = [(out, expected), *((gradients[name], g) for name, g in expected_gradients.items() if g.any())]
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-
-
-@pytest.mark.parametrize("mask", [None, MASK], ids=["unpadded", "padded"])
-def test_the_form_for_compilation_computes_what_diffusers_computes(models, mask):
-    theirs, ours = models
-    assert worst(run(ours, mask), run(theirs, mask)) < 2e-5  # measured 4e-6, in float32
-
-
-def test_padded_rows_give_the_outputs_and_gradients_of_each_row_alone_and_unpadded(models):
-    _, ours = models
-    joined, gradients = run(ours, MASK)
-    alone = [run(ours, None, slice(row, row + 1), tokens) for row, tokens in enumerate(LENGTHS.tolist())]
-    outputs = torch.cat([out for out, _ in alone])
-    summed = {name: sum(g[name] for _, g in alone) for name in gradients}
-    assert worst((joined, gradients), (outputs, summed)) < 2e-5  # measured 3e-6
+    (gradient,) = torch.autograd.grad(out, x, grad)
+    (expected_gradient,) = torch.autograd.grad(expected, double, grad.double())
+    for got, wanted in ((out, expected), (gradient, expected_gradient)):
+        assert got.dtype == dtype
+        off = float((got.double() - wanted).norm().detach() / wanted.norm().detach())
+        assert off < (2e-6 if dtype == torch.float32 else 3e-3)  # measured 5e-7; one rounding to bf16 is 1.7e-3

@@ -5,12 +5,13 @@ What in diffusers' own form costs memory traffic there is replaced, and nothing 
 * q, k and v each read their input once more for their adapter: here one product serves the three;
 * norm, rotation and joining of the heads are several passes over q, k and v: here one, in `joint_qkv_fused`;
 * GELU's tanh and LayerNorm's running variance take longer than their memory traffic: here the same functions are
-  spelled with a sigmoid and with two sums. Eager, these would keep more for a backward, so there they are torch's.
+  spelled with a sigmoid and with two sums, gradients included. Eager, that is many passes: there they are torch's.
 The arithmetic is that of diffusers up to the order of the summands.
 
 Shapes: B rows of a forward, P image tokens, L text tokens, T = L + P, H heads, D of a head.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,16 +121,40 @@ def _whole(x_BtE: Tensor, layer: Any) -> Tensor:
     return base if low is None else base + linear(low, up.to(low.dtype))
 
 
+# The two Functions below are float32 inside and out, and the casts are around them: traced by dynamo (torch 2.11), a
+# Function gives a gradient of zero if it ends in a cast that casts nothing.
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU's tanh form, (1 + tanh(u)) / 2 = sigmoid(2 u), in float32: the same function, without cancellation."""
+    """GELU's tanh form."""
     if not torch.compiler.is_compiling():
         return nn.functional.gelu(x, approximate="tanh")
-    wide = x.float()
-    return (wide * torch.sigmoid(2.0 * (2.0 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3))).to(x.dtype)
+    return GeluTanh.apply(x.float()).to(x.dtype)
+
+
+GELU_LINEAR = 2.0 * (2.0 / math.pi) ** 0.5
+GELU_CUBIC = 0.044715 * GELU_LINEAR
+
+
+class GeluTanh(torch.autograd.Function):
+    """x sigmoid(u) with u = 2 sqrt(2 / pi) (x + 0.044715 x^3): x (1 + tanh(u / 2)) / 2, without cancellation."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x * (GELU_LINEAR + GELU_CUBIC * x.square()))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        square = x.square()
+        share = torch.sigmoid(x * (GELU_LINEAR + GELU_CUBIC * square))
+        out = x * share
+        return grad * (share + (out - out * share) * (GELU_LINEAR + 3.0 * GELU_CUBIC * square))
 
 
 class LayerNorm(nn.Module):
-    """Without weights, over the last dimension, in float32; the variance in a second pass, not as a running one."""
+    """Without weights, over the last dimension, in float32."""
 
     def __init__(self, eps: float):
         super().__init__()
@@ -138,6 +163,26 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             return nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
-        wide = x.float()
-        centred = wide - wide.mean(-1, keepdim=True)
-        return (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return TwoPassNorm.apply(x.float(), self.eps).to(x.dtype)
+
+
+class TwoPassNorm(torch.autograd.Function):
+    """The variance in a second pass, not as a running one.
+
+    The gradient is written out: autograd's own of these steps takes a third pass, over a copy in memory.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        centred = x - mean
+        scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, mean, scale)
+        return centred * scale
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        x, mean, scale = ctx.saved_tensors
+        out = (x - mean) * scale
+        along = (grad * out).mean(-1, keepdim=True)
+        return scale * (grad - grad.mean(-1, keepdim=True) - out * along), None
