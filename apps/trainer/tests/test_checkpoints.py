@@ -116,10 +116,11 @@ def test_an_export_is_proven_by_a_forward_pass(saved, tmp_path, capsys, form):
     assert "verified by a forward pass" in capsys.readouterr().out
 
 
-def test_an_export_that_the_disk_refuses_leaves_no_half_of_it(saved, tmp_path, capsys):
+@pytest.mark.parametrize("form", ["merged", "adapter"])
+def test_an_export_that_the_disk_refuses_names_the_file_and_leaves_no_half_of_it(saved, tmp_path, capsys, form):
     with largest_file(20_000):
-        assert export(saved, tmp_path / "out", "--form", "merged") == 1
-    assert str(tmp_path / "out" / "transformer") in capsys.readouterr().err
+        assert export(saved, tmp_path / "out", "--form", form) == 1
+    assert {"merged": "diffusion_pytorch_model", "adapter": "adapter_model"}[form] in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -26,7 +26,10 @@ from flowgrpo_fsdp_actor.errors import CheckpointError
 
 CHECKED = 2**20
 """Bytes of a block, the unit of checking; a read of less reads the whole block. The last of a file is shorter."""
-RESTORE = "restore it, or move this iteration's folder away to go on from the one before"
+RESTORE = (
+    "restore it from a copy; or go back to an older checkpoint: an export by --iteration, a resume once this one's "
+    "folder is moved away and latest_checkpointed_iteration.txt beside it names the older"
+)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ Shards are safetensors rather than DCP's own format, whose index is a pickle: a 
 run code here. Every function that takes an actor is collective: all ranks call it.
 """
 
+import errno
 import hashlib
 import json
 import pickle
@@ -146,10 +147,10 @@ def read_documents(folder: Path) -> dict[str, Any]:
 
     Raises CheckpointError naming the file: missing, cut, changed after the commit, or not JSON.
     """
-    if not folder.is_dir():
-        raise CheckpointError(str(folder), "there is no such checkpoint", "name an iteration that was saved")
     if not (folder / COMMITTED).is_file():
-        raise CheckpointError(str(folder), "is not committed", "resume from a folder that holds COMMITTED")
+        why = "was never finished: it holds no COMMITTED" if folder.is_dir() else "there is no such checkpoint"
+        others = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"iter_*/{COMMITTED}")))
+        raise CheckpointError(str(folder), why, f"take one that was committed; there: {others or 'none'}")
     try:
         digests: dict[str, str] = _read_json(folder / COMMITTED)["sha256"]
         for name in (*JSON_FILES, HISTORY, *digests):
@@ -324,5 +325,9 @@ def _all_or_none(failed: Exception | None, folder: Path) -> None:
 def _as_checkpoint_error(error: Exception, rank: int, folder: Path) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return error
-    why = f"rank {rank}: {type(error).__name__}: {error}"
-    return CheckpointError(str(folder), why, "see the disk's space and permissions")
+    if not isinstance(error, OSError):
+        return CheckpointError(str(folder), f"rank {rank}: {type(error).__name__}: {error}", "report this")
+    fix = "see the disk and the folder's permissions"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix = "make room; --rotate-ckpt --max-actor-ckpt-to-keep N removes old checkpoints before each save"
+    return CheckpointError(str(error.filename or folder), f"rank {rank}: {error.strerror}", fix)

@@ -168,6 +168,14 @@ class CheckpointError(ActorError):
         return f"checkpoint {self.path}: {self.why}\nfix: {self.fix}"
 
 
+SETTINGS = {
+    "mode": "--fsdp-trainable-mode",
+    "task": "--generation-task",
+    "base_model_hash": "the base model (--model-path, --model-revision), by the hash of its files",
+}
+"""Where an entry of the contract comes from, if its name does not say so."""
+
+
 class NotResumable(ActorError):
     """A checkpoint belongs to another policy than these settings make; names every difference."""
 
@@ -176,7 +184,10 @@ class NotResumable(ActorError):
         self.path, self.differing = path, differing
 
     def __str__(self) -> str:
-        lines = [f"  {key}: saved {saved!r}, now {now!r}" for key, (saved, now) in self.differing.items()]
+        lines = [
+            f"  {SETTINGS.get(key, '--' + key.replace('_', '-'))}: saved {_short(saved)}, now {_short(now)}"
+            for key, (saved, now) in self.differing.items()
+        ]
         return (
             f"checkpoint {self.path} cannot be resumed with these settings\n" + "\n".join(lines) + "\n"
             "fix: give the settings of the saved run, or leave --load out to start afresh"
@@ -192,3 +203,7 @@ class ExportError(ActorError):
 
     def __str__(self) -> str:
         return f"cannot export {self.path}: {self.why}\nfix: {self.fix}"
+
+
+def _short(value: object) -> str:
+    return value[:12] if isinstance(value, str) else str(value)

@@ -7,25 +7,27 @@ and `verify_*` prove the result by a forward pass.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from flowgrpo_rollout_sglang.files import write_atomic
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from flowgrpo_fsdp_actor.checkpoint_blocks import RESTORE
 from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree, read_documents, stored_tensors
-from flowgrpo_fsdp_actor.checkpoint_shards import StoredPiece, read_shards, whole_shape
+from flowgrpo_fsdp_actor.checkpoint_shards import DTYPE_NAMES, DTYPES, StoredPiece, read_shards, whole_shape
 from flowgrpo_fsdp_actor.contract import base_model_hash
 from flowgrpo_fsdp_actor.errors import CheckpointError, ExportError
 
 PREFIX = "model/"
+Layout = Mapping[str, tuple[str, Sequence[int]]]
+"""What a safetensors file holds, in its order: name -> (dtype, shape), both as it calls them."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class Checkpoint:
 
     def names(self) -> list[str]:
         return sorted(self._stored)
+
+    def layout(self, prefix: str = "") -> Layout:
+        """Every trained tensor, its name behind `prefix`."""
+        stored = {name: self._stored[name] for name in self.names()}
+        return {prefix + name: (DTYPE_NAMES[of[0].dtype], whole_shape(of)) for name, of in stored.items()}
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, put together from every rank's piece. Raises CheckpointError."""
@@ -119,7 +126,6 @@ def export_adapter(checkpoint: Checkpoint, output: Path, base: str = "") -> None
     if not checkpoint.is_lora:
         raise ExportError(str(checkpoint.folder), "full fine-tuning has no adapter", "use --form merged")
     output.mkdir(parents=True, exist_ok=True)
-    tensors = {name: checkpoint.read(name).contiguous() for name in checkpoint.names()}
     config = {
         "peft_type": "LORA",
         "base_model_name_or_path": base,
@@ -139,10 +145,8 @@ def export_adapter(checkpoint: Checkpoint, output: Path, base: str = "") -> None
             {"format": "pt", "lora_adapter_metadata": json.dumps(_diffusers_metadata(config))},
         ),
     ):
-        named = {prefix + name: tensor for name, tensor in tensors.items()}
-        write_atomic(
-            output / file, lambda path, named=named, metadata=metadata: save_file(named, path, metadata=metadata)
-        )
+        layout = checkpoint.layout(prefix)
+        _write_safetensors(output / file, layout, metadata, lambda name, of=prefix: checkpoint.read(name[len(of) :]))
 
 
 def _diffusers_metadata(config: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +165,7 @@ def _check_base(checkpoint: Checkpoint, base: Path, part: str) -> None:
         raise ExportError(
             str(base),
             f"is not the model that was trained: hash {found[:12]}, the checkpoint says {saved[:12]}",
-            "use that model",
+            "name the model that training had as --model-path",
         )
 
 
@@ -173,10 +177,11 @@ def _lora_merger(checkpoint: Checkpoint, used: set[str]) -> Callable[[str, Tenso
     def merge(name: str, weight: Tensor) -> Tensor:
         stem = name.removesuffix(".weight")
         a, b = f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
-        if not name.endswith(".weight") or a not in names:
+        if not name.endswith(".weight") or a not in names or b not in names:
             return weight
         used.update((a, b))
         delta = checkpoint.read(b).float() @ checkpoint.read(a).float()
+        _check_shape(checkpoint, name, delta, weight)
         return (weight.float() + scale * delta).to(weight.dtype)
 
     return merge
@@ -189,42 +194,49 @@ def _replacer(checkpoint: Checkpoint, used: set[str]) -> Callable[[str, Tensor],
         if name not in names:
             raise ExportError(str(checkpoint.folder), f"does not hold {name}, which the base has", "check the base")
         used.add(name)
-        return checkpoint.read(name).to(weight.dtype)
+        trained = checkpoint.read(name)
+        _check_shape(checkpoint, name, trained, weight)
+        return trained.to(weight.dtype)
 
     return replace
 
 
+def _check_shape(checkpoint: Checkpoint, name: str, trained: Tensor, base: Tensor) -> None:
+    if trained.shape != base.shape:
+        why = f"makes {name} of shape {tuple(trained.shape)}, the base has {tuple(base.shape)}"
+        raise ExportError(str(checkpoint.folder), why, "check the base")
+
+
 def _rewrite(source: Path, target: Path, change: Callable[[str, Tensor], Tensor]) -> None:
-    """`source` with every tensor passed through `change`; shapes and dtypes stay, so its header can be kept."""
+    """`source` with every tensor passed through `change`; shapes and dtypes stay."""
+    with safe_open(source, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        layout = {name: (of.get_dtype(), of.get_shape()) for name, of in slices.items()}
+        _write_safetensors(target, layout, file.metadata(), lambda name: change(name, file.get_tensor(name)))
+
+
+def _write_safetensors(
+    path: Path, layout: Layout, metadata: dict[str, str] | None, tensor: Callable[[str], Tensor]
+) -> None:
+    """Asks for one tensor at a time. Raises OSError with the path in it."""
 
     def write(temporary: Path) -> None:
-        with safe_open(source, framework="pt") as file, open(temporary, "wb") as out:
-            shapes = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            header = _header(shapes, file.metadata())
+        with open(temporary, "wb") as out:
+            header = _header(layout, metadata)
             out.write(len(header).to_bytes(8, "little"))
             out.write(header)
-            for name in shapes:
-                tensor = change(name, file.get_tensor(name)).contiguous()
-                out.write(
-                    tensor.view(torch.uint8).numpy().tobytes()
-                    if tensor.ndim
-                    else tensor[None].view(torch.uint8).numpy().tobytes()
-                )
+            for name in layout:
+                out.write(tensor(name).contiguous().view(-1).view(torch.uint8).numpy().data)
 
-    write_atomic(target, write)
+    write_atomic(path, write)
 
 
-def _header(slices: dict[str, Any], metadata: dict[str, str] | None) -> bytes:
-    """A safetensors header: names, dtypes, shapes and offsets, in the order of writing."""
-    sizes = {"F32": 4, "BF16": 2, "F16": 2}
+def _header(layout: Layout, metadata: dict[str, str] | None) -> bytes:
     entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     start = 0
-    for name, part in slices.items():
-        count = 1
-        for length in part.get_shape():
-            count *= length
-        end = start + count * sizes[part.get_dtype()]
-        entries[name] = {"dtype": part.get_dtype(), "shape": part.get_shape(), "data_offsets": [start, end]}
+    for name, (dtype, shape) in layout.items():
+        end = start + prod(shape) * DTYPES[dtype].itemsize
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries).encode()
     return text + b" " * (-len(text) % 8)
