@@ -98,8 +98,9 @@ class ForwardGraphs:
         if not self._kept:
             return
         torch.cuda.synchronize()  # one of them may still run
-        for graph in [kept.graph for kept in self._kept.values() if kept is not None]:  # no name here for its tensors:
-            graph.reset()  # they would stay
+        # A record must have no name here: its tensors, and with them the pool, would outlive `empty_cache`.
+        for graph in [kept.graph for kept in self._kept.values() if kept is not None]:
+            graph.reset()
         self._kept.clear()
         self._pool = None
         # cuBLAS's workspace of the recording stream lies in the graphs' pool and would keep it alive.
