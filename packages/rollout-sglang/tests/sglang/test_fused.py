@@ -104,9 +104,10 @@ def test_attention_that_is_not_torchs_is_left_alone_and_named(cudnn):
     assert "forward" not in vars(model.transformer_blocks[0]["attn"])
 
 
-def test_where_cudnn_has_none_for_this_card_the_answer_says_so(monkeypatch):
-    monkeypatch.setattr(fused, "_cudnn_serves", lambda heads: False)
-    assert use_cudnn_attention(transformer()) == "torch_sdpa"
+def test_where_cudnn_has_none_as_on_a_cpu_attention_is_left_alone_and_the_answer_says_so():
+    model = transformer()
+    assert use_cudnn_attention(model) == "torch_sdpa"
+    assert "forward" not in vars(model.transformer_blocks[0]["attn"])
 
 
 # ---------------------------------------------------------------------- GELU

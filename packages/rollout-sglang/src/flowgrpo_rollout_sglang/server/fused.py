@@ -4,12 +4,16 @@ Both replace the `forward` of single modules, which keep their class, their weig
 adapters and tensor parallelism go on as before. Values differ from SGLang's own by rounding alone.
 """
 
+import logging
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+logger = logging.getLogger(__name__)
 
 ATTENTION, GELU, PLAIN_LINEAR = "USPAttention", "QwenImageGELU", "UnquantizedLinearMethod"
 """SGLang's classes, 0.5.15.post1."""
@@ -30,8 +34,8 @@ def use_cudnn_attention(transformer: nn.Module) -> str:
     """Makes attention without a mask cuDNN's, where SGLang would let torch choose, which takes FlashAttention 2.
 
     With a mask (texts of several lengths in one forward) it stays torch's choice. Returns what attention without one is
-    now: "cudnn", or the name of SGLang's own backend where that is not torch's, or where torch says that cuDNN cannot
-    serve this head on this card. Raises OtherStructureError.
+    now: "cudnn", or the name of SGLang's own backend where that is not torch's, or where cuDNN cannot serve a head of
+    this width on this card, which is logged. Raises OtherStructureError.
     """
     attentions = _modules(transformer, ATTENTION, per_block=1)
     own = attentions[0].backend.name.lower()
@@ -77,9 +81,14 @@ def _device(transformer: nn.Module) -> torch.device:
 
 
 def _cudnn_serves(heads: Tensor) -> bool:
-    """Whether torch would let cuDNN do attention among `heads`, [1, 1, tokens, width]."""
-    params = torch.backends.cuda.SDPAParams(heads, heads, heads, None, 0.0, False, False)
-    return torch.backends.cuda.can_use_cudnn_attention(params)
+    """Whether cuDNN does attention among `heads`, [1, 1, tokens, width], on their device: tried once, at load."""
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            scaled_dot_product_attention(heads, heads, heads)
+    except RuntimeError as error:
+        logger.warning("cuDNN has no attention here, so SGLang's own stays: %s", error)
+        return False
+    return True
 
 
 def _attend(
