@@ -12,6 +12,10 @@ from flowgrpo_fsdp_actor.checkpoint_files import save_checkpoint
 from flowgrpo_fsdp_actor.distributed import init_lone_process_group
 from flowgrpo_fsdp_actor.errors import NotResumable
 from flowgrpo_fsdp_actor.testing import largest_file
+from flowgrpo_math.sigmas import qwen_image_sigmas
+from flowgrpo_rollout_sglang.config import EngineConfig
+from flowgrpo_rollout_sglang.engine import SGLangNativeGenerationEngine
+from flowgrpo_rollout_sglang.request import GroupRequest
 from flowgrpo_trainer.checkpoints import Resume, checkpoints_of, contract_of
 from flowgrpo_trainer.cli import parse
 from flowgrpo_trainer.errors import in_words
@@ -31,20 +35,26 @@ def contract(settings):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """The --save folder of a quickstart run whose adapter has moved."""
-    folder = tmp_path_factory.mktemp("save")
-    settings = settings_of("--save", folder)
+def trained():
+    """The actor of a quickstart run; its adapter has moved."""
     init_lone_process_group("cpu")
-    actor = FsdpActor(actor_config(settings, device="cpu"), 0, 1)
+    actor = FsdpActor(actor_config(settings_of(), device="cpu"), 0, 1)
     for seed, tensor in enumerate(actor.checkpoint_state()["model"].values()):
         tensor.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
+    yield actor
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def saved(trained, tmp_path_factory):
+    """The --save folder of the run."""
+    folder = tmp_path_factory.mktemp("save")
+    settings = settings_of("--save", folder)
     run = checkpoints_of(settings, contract(settings), "prompts", lambda: "")
     state = run.constant | {"rollout_id": 4, "policy_version": 5, "lr_scheduler_steps": 10}
     documents = {"trainer_state.json": state, "weight_sync_manifest.json": {}, "adapter_contract.json": run.contract}
-    save_checkpoint(actor, run.tree, 4, documents)
-    yield folder
-    dist.destroy_process_group()
+    save_checkpoint(trained, run.tree, 4, documents)
+    return folder
 
 
 @pytest.fixture
@@ -56,6 +66,22 @@ def another_base(tmp_path):
     data[-1] ^= 1
     weights.write_bytes(data)
     return base
+
+
+def a_request():
+    """Four candidates of one prompt, sampled as the quickstart does."""
+    rollout = settings_of().rollout
+    sampling = rollout.sampling_config
+    tokens = (sampling.height // 8) * (sampling.width // 8)
+    return GroupRequest(
+        group_index=0,
+        prompt="a red circle on a blue background",
+        sample_ids=tuple("abcd"),
+        sampling=sampling,
+        sigmas=tuple(qwen_image_sigmas(sampling.num_inference_steps, tokens).tolist()),
+        sde_indices=(1, 3),
+        noise_seed=77,
+    )
 
 
 def run_command(*words):
@@ -114,6 +140,25 @@ def test_a_cut_shard_is_named_before_anything_starts(saved, tmp_path, capsys):
 def test_an_export_is_proven_by_a_forward_pass(saved, tmp_path, capsys, form):
     assert export(saved, tmp_path / "out", "--form", form, "--verify") == 0
     assert "verified by a forward pass" in capsys.readouterr().out
+
+
+def test_sglang_on_a_merged_export_samples_from_the_policy_that_was_trained(trained, saved, tmp_path):
+    """By its log-probs, which the trained actor replays from base and adapter; the base's own are far from them."""
+    base = Path(settings_of().model.model_path)
+    served = shutil.copytree(base, tmp_path / base.name, ignore=shutil.ignore_patterns("transformer"))
+    assert export(saved, tmp_path / "out", "--form", "merged") == 0
+    (tmp_path / "out" / "transformer").rename(served / "transformer")
+    config = EngineConfig(name="merged", model_path=str(served), dtype="fp32", log_folder=str(tmp_path))
+    engine = SGLangNativeGenerationEngine(config)
+    try:
+        engine.start()
+        trajectories = engine.generate([a_request()])
+    finally:
+        engine.stop()
+    from_trained = max(trained.replay_parity(trajectories).values())
+    from_base = max(FsdpActor(trained.config, 0, 1).replay_parity(trajectories).values())
+    assert from_trained < 1e-6  # |ratio - 1|; 3e-8 was seen, and 6e-4 from the base
+    assert from_base > 100 * max(from_trained, 1e-6)
 
 
 @pytest.mark.parametrize("form", ["merged", "adapter"])
