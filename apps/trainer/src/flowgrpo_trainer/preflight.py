@@ -350,7 +350,8 @@ def _place_problems(s: Settings) -> Iterator[Problem]:
         if path is not None and (why := _write_problem(Path(path))):
             yield Problem(f"{flag} {path}", why, "choose a folder that you may write")
     if s.checkpoint.load is not None and not Path(s.checkpoint.load).is_dir():
-        yield Problem(f"--load {s.checkpoint.load}", "The folder does not exist.", "leave --load out to start afresh")
+        fix = "name the folder that --save had, or leave --load out to start afresh"
+        yield Problem(f"--load {s.checkpoint.load}", "The folder does not exist.", fix)
 
 
 def _write_problem(path: Path) -> str | None:

@@ -1,6 +1,6 @@
 """The actor's state as a checkpoint holds it: trainable weights and AdamW state, by names that no wrapper is in.
 
-Written and read by `torch.distributed.checkpoint` in apps/trainer, which shards, renames and commits (C1, C4).
+How it lies on disk is `checkpoint_files`' and `checkpoint_shards`' matter (C1, C4).
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 def checkpoint_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     """{"model": {name: weight}, "optimizer": {"name.exp_avg": ..., "name.exp_avg_sq": ..., "name.step": ...}}.
 
-    The live tensors (DTensors where sharded), only the trainable ones: under LoRA that is the adapter. DCP may
-    write them to disk, or read into them.
+    The live tensors (DTensors where sharded), only the trainable ones: under LoRA that is the adapter. They may be
+    written to disk, or read into.
     """
     weights = _trainable(module)
     moments: dict[str, Tensor] = {}
