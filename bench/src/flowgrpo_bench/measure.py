@@ -24,6 +24,8 @@ class Effort:
     """Least time of one sample: shorter calls are repeated inside it."""
     enough_seconds: float = 60.0
     """A measurement by `wall` that took this long ends, once it has three samples."""
+    slow_seconds: float = 10.0
+    """Of a call by `wall` that takes this long one sample is enough."""
 
 
 SMOKE = Effort(samples=3, sample_seconds=0.0005)
@@ -85,6 +87,8 @@ def _wall(call: Callable[..., Any], inputs: Sequence[tuple], effort: Effort) -> 
     samples, turn = [], 0
     _synchronize()
     while len(samples) < effort.samples and (len(samples) < 3 or sum(samples) < effort.enough_seconds):
+        if samples and samples[0] >= effort.slow_seconds:
+            break
         calls, start = 0, time.perf_counter()
         while True:
             call(*inputs[turn % len(inputs)])
