@@ -56,7 +56,9 @@ MEASURED = [
 ]
 FORWARDS = [(1, False, 6.5), (4, False, 18.2), (16, False, 37.3), (16, True, 48.8), (32, True, 50.0)]
 """The same, without gradients: (batch, compiled, forwards of one row a second)."""
-SPEED_WAS_FITTED_TO = {(1, False, False), (16, False, False), (1, False, True), (16, False, True)}
+SPEED_WAS_FITTED_TO = {(1, False, False), (16, False, False), (1, False, True)}
+OURS_IS_FASTER = 0.13
+"""How far below plain diffusers' compiled blocks the estimate may be: it is that of the actor's own."""
 
 
 def memory_of(*, world_size=1, **settings):
@@ -87,10 +89,13 @@ def test_the_peak_of_replay_is_what_was_measured(batch, checkpointed, compiled, 
 
 @pytest.mark.parametrize(("batch", "checkpointed", "compiled", "ms", "peak"), MEASURED)
 def test_the_time_of_replay_is_what_was_measured(batch, checkpointed, compiled, ms, peak):
-    """Full forwards within 10 %, most of them held out. Small ones are launch-bound: the estimate is a floor there."""
+    """Full eager forwards within 10 %, most of them held out; compiled ones are ours, which are up to 11 % faster than
+    these. Small ones are launch-bound: the estimate is a floor there."""
     memory = memory_of(fsdp_activation_checkpointing=checkpointed, replay_compile=compiled)
     estimated = 1e3 * replay_seconds(memory, batch, recomputed(memory))
-    if batch >= 16:
+    if batch >= 16 and compiled:
+        assert (1 - OURS_IS_FASTER) * ms < estimated < ms
+    elif batch >= 16:
         assert estimated == pytest.approx(ms, rel=0.10)
     elif (batch, checkpointed, compiled) in SPEED_WAS_FITTED_TO:
         assert estimated == pytest.approx(ms, rel=0.01)
@@ -101,7 +106,10 @@ def test_the_time_of_replay_is_what_was_measured(batch, checkpointed, compiled, 
 @pytest.mark.parametrize(("batch", "compiled", "per_second"), FORWARDS)
 def test_a_forward_alone_takes_what_was_measured(batch, compiled, per_second):
     seconds = anchor_seconds(memory_of(replay_compile=compiled), batch)
-    assert batch / seconds == pytest.approx(per_second, rel=0.25 if batch == 4 else 0.05)
+    if compiled:
+        assert per_second < batch / seconds < per_second / (1 - OURS_IS_FASTER)
+    else:
+        assert batch / seconds == pytest.approx(per_second, rel=0.25 if batch == 4 else 0.05)
 
 
 # The actor itself, the same H200, 2026-11-30, eager: 12 of the 60 blocks, 384 x 384, 128 text tokens, 32 transitions
@@ -129,18 +137,25 @@ def test_the_peak_of_the_actor_is_what_was_measured(settings, rows, forwards, pe
 
 
 # The actor at full size, the same H200, 2026-11-30: LoRA 64 over fp32 masters, compiled blocks, 16 rows, forward and
-# backward without an optimizer. (blocks that recompute, ms, peak GiB). The same forward alone: 351 ms.
-MEASURED_FULL_SIZE = [(0, 662, 94.3), (20, 768, 77.2), (60, 982.6, 43.8)]
+# backward without an optimizer. (blocks that recompute, ms, peak GiB). The first was fitted to; the others are from
+# before the heads' kernels, which took 662 and 351 ms (anchors) to 645 and 298.
+MEASURED_FULL_SIZE = [(0, 645.4, 94.3), (20, 768, 77.2), (60, 982.6, 43.8)]
 
 
 @pytest.mark.parametrize(("blocks", "ms", "peak"), MEASURED_FULL_SIZE)
 def test_the_full_size_actor_takes_what_was_measured(blocks, ms, peak):
-    """All held out: the paces are those of plain diffusers' compiled blocks, which are 6 to 8 % slower."""
     memory = memory_of(**MASTERS, replay_compile=True)
     parts = memory.replay_peak(16, forwards=1, recomputed=blocks)
     assert (sum(parts.values()) - parts["AdamW"]) / GIB == pytest.approx(peak, rel=0.01)
     assert 1e3 * replay_seconds(memory, 16, blocks) == pytest.approx(ms, rel=0.10)
-    assert 1e3 * anchor_seconds(memory, 16) == pytest.approx(351, rel=0.10)
+    assert 1e3 * anchor_seconds(memory, 16) == pytest.approx(297.6, rel=0.01)
+
+
+@pytest.mark.parametrize(("kept", "ms"), [(False, 782.8), (True, 702.3)])
+def test_two_cards_replay_compiled_in_the_time_that_was_measured(kept, ms):
+    """Two H200, 2026-11-30, 16 rows on each, weights gathered again for the backward or kept; held out."""
+    memory = memory_of(**MASTERS, world_size=2, replay_compile=True, fsdp_reshard_after_forward=not kept)
+    assert 1e3 * replay_seconds(memory, 16, 0) == pytest.approx(ms, rel=0.03)
 
 
 def test_two_cards_under_fsdp2_take_what_was_measured():
@@ -153,11 +168,11 @@ def test_two_cards_under_fsdp2_take_what_was_measured():
 
 
 def test_the_server_draws_at_the_pace_that_was_measured():
-    """5.3 images a second at 11 text tokens and 12 steps, scaled up from 12 of the 60 layers; not fitted."""
+    """A request of 16 at 11 text tokens, 60 layers and 12 steps: 2.91 s, of which 0.07 s are not steps; not fitted."""
     memory = memory_of()
     memory.run = replace(memory.run, text_tokens=11)
-    seconds = 12 * pass_seconds(memory, 32, forwards=1, backwards=0, compiled=SGLANG.compiled)
-    assert 32 / seconds == pytest.approx(5.3, rel=0.10)
+    seconds = 12 * pass_seconds(memory, 16, forwards=1, backwards=0, compiled=SGLANG.compiled)
+    assert seconds == pytest.approx(2.84, rel=0.10)
 
 
 # ---------------------------------------------------------------------- against torch's own counts

@@ -19,7 +19,7 @@ BLOCK = 32
 """Tokens of a program."""
 ROWS = 4
 WARPS = 4
-STAGES = 2
+STAGES = 3
 """Rows that a program has on their way; in float32 one, for a multiprocessor holds no more."""
 MAX_RANK = 128
 """Of an adapter added inside the kernel: what fits a multiprocessor's memory beside the rest."""
