@@ -2,7 +2,7 @@
 
 A pass takes sqrt(work^2 + launches^2): the card is busy in large forwards, the host that launches in small ones.
 The blend is a choice. Against the held-out measurements it is within 8 % for compiled forwards of 16 and more, on one
-card and two, 16 % low for eager ones of 1 to 16 with checkpointing, and up to 40 % low for forwards of 3 and 4: a floor.
+card and two, 16 % low for eager ones of 1 to 16 with checkpointing, up to 40 % low for forwards of 3 and 4: a floor.
 
 Left out, because nothing was measured or it is not the trainer's: scoring, text encoding, writing sidecars and
 checkpoints, start-up, compilation, and what FSDP2 copies on one card for masters in another dtype (a full training of
