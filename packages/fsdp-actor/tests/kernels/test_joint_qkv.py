@@ -20,10 +20,12 @@ SHAPES = {
     "an adapter on the image alone, text longer": (1, 5, 33, 1, 16, 20, 0),
     "an adapter on the text alone, D not a power of two": (5, 16, 1, 1, 24, 0, 4),
 }
+SMALL = (2, 5, 3, 1, 16, 4, 4)
 FULL_WIDTH = (5, 200, 64, 24, 128, 64, 64)
 LARGE = {"full width": FULL_WIDTH, "the largest adapter": (5, 130, 150, 3, 128, 128, 128)}
-SMALL_CASES = [(shape, dtype) for dtype in (torch.float32, torch.bfloat16) for shape in SHAPES.values()]
-CASES = SMALL_CASES + [(shape, torch.bfloat16) for shape in LARGE.values() if not INTERPRETED]
+CASES = [(shape, torch.float32) for shape in SHAPES.values()]
+CASES += [(shape, torch.bfloat16) for name, shape in SHAPES.items() if name == "adapters" or not INTERPRETED]
+CASES += [(shape, torch.bfloat16) for shape in LARGE.values() if not INTERPRETED]
 
 
 def draw_stream(generator, dtype, B, t, H, D, rank):
@@ -134,7 +136,7 @@ def test_the_torch_form_equals_the_float64_reference(device):
 
 
 def test_frozen_norms_get_no_gradient_and_change_no_other(device):
-    image, text, grads = draw(SHAPES["adapters"], torch.bfloat16, device)
+    image, text, grads = draw(SMALL, torch.bfloat16, device)
     _, expected = run(fused, image, text, grads)
     frozen = [s._replace(norm_q_D=s.norm_q_D.detach(), norm_k_D=s.norm_k_D.detach()) for s in (image, text)]
     outs = fused(*frozen, eps=EPS)
@@ -145,13 +147,13 @@ def test_frozen_norms_get_no_gradient_and_change_no_other(device):
 
 
 def test_no_gradient_is_recorded_under_no_grad(device):
-    image, text, _ = draw(SHAPES["adapters"], torch.float32, device)
+    image, text, _ = draw(SMALL, torch.float32, device)
     with torch.no_grad():
         assert not any(out.requires_grad for out in fused(image, text, eps=EPS))
 
 
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(device):
-    image, text, grads = draw(SHAPES["an adapter on the text alone, D not a power of two"], torch.bfloat16, device)
+    image, text, grads = draw((3, 5, 3, 1, 16, 0, 4), torch.bfloat16, device)
 
     def row(stream, b):
         def one(projection):
@@ -161,7 +163,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(device):
 
     together = fused(image, text, eps=EPS)
     backward = torch.autograd.grad(together, [image.q.base_BtE, text.k.base_BtE], grads)
-    for b in (0, 4):
+    for b in (0, 2):
         alone = fused(row(image, b), row(text, b), eps=EPS)
         assert all(torch.equal(x, y[b : b + 1]) for x, y in zip(alone, together, strict=True))
         one = [g[b : b + 1] for g in grads]
@@ -169,18 +171,18 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(device):
         assert all(torch.equal(x[b], y[b]) for x, y in zip(again, backward, strict=True))
 
 
+@on_gpu_only
 def test_repeated_runs_give_the_same_bits(device):
     image, text, grads = draw(SHAPES["adapters"], torch.bfloat16, device)
     outs, gradients = run(fused, image, text, grads)
-    for _ in range(1 if INTERPRETED else 50):
+    for _ in range(50):
         outs_again, again = run(fused, image, text, grads)
         assert all(torch.equal(x, y) for x, y in zip(outs, outs_again, strict=True))
-        if not INTERPRETED:  # cuBLAS makes no promise on a CPU's matrix product
-            assert all(torch.equal(again[name], gradients[name]) for name in gradients if "up" not in name)
+        assert all(torch.equal(again[name], gradients[name]) for name in gradients if "up" not in name)
 
 
 def test_an_adapter_of_a_larger_rank_is_added_before_the_kernel(device, monkeypatch):
-    image, text, grads = draw(SHAPES["adapters"], torch.float32, device)
+    image, text, grads = draw(SMALL, torch.float32, device)
     monkeypatch.setattr(joint_qkv_fused, "MAX_RANK", 4)
     expected_outs, expected = exact(image, text, grads)
     outs, gradients = run(fused, image, text, grads)
@@ -188,13 +190,14 @@ def test_an_adapter_of_a_larger_rank_is_added_before_the_kernel(device, monkeypa
     assert max(off(gradients[name], wanted) for name, wanted in expected.items()) < GRADIENT_RTOL[torch.float32]
 
 
+@on_gpu_only  # there is no inductor under the interpreter; that blocks compile is shown elsewhere
 def test_compiles_into_one_graph_with_the_same_bits(device):
     image, text, grads = draw(SHAPES["adapters"], torch.bfloat16, device)
 
     def scaled(image, text):
         return [2.0 * out for out in fused(image, text, eps=EPS)]
 
-    compiled = torch.compile(scaled, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    compiled = torch.compile(scaled, fullgraph=True)
     got, expected = compiled(image, text), scaled(image, text)
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
     wanted = list(leaves(image, text).values())
@@ -204,11 +207,14 @@ def test_compiles_into_one_graph_with_the_same_bits(device):
         assert off(x, y.double()) < 3e-3, name
 
 
-@pytest.mark.parametrize("shape", ["adapters", "no adapters"])
-def test_the_operators_pass_torchs_own_checks(shape, device):
-    image, text, grads = draw(SHAPES[shape], torch.float32, device)
-    arguments = (*image.q, image.norm_q_D, *text.q, text.norm_q_D, image.table_2td, text.table_2td, 32, EPS)
-    torch.library.opcheck(torch.ops.flowgrpo.joint_heads.default, arguments)
+def test_the_operators_pass_torchs_own_checks(device):
+    image, text, grads = draw(SMALL, torch.float32, device)
+    arguments = (*image.q, image.norm_q_D, *text.q, text.norm_q_D, image.table_2td, text.table_2td, 16, EPS)
+    torch.library.opcheck(
+        torch.ops.flowgrpo.joint_heads.default,
+        arguments,
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
+    )
     detached = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
     torch.library.opcheck(
         torch.ops.flowgrpo.joint_heads_backward.default,
