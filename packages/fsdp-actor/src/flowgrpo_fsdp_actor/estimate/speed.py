@@ -18,8 +18,8 @@ from flowgrpo_fsdp_actor.estimate.memory import MemoryModel
 PAGEABLE_TO_HOST, PAGEABLE_TO_DEVICE = 1.1 * GB, 4.2 * GB
 """Stock SGLang's `module.to`, 7.6 GB in 7.0 s and back in 1.8 s on the H200: what `DiffusersEngine` does too."""
 DECODE_S = 3.4e-3 / (384 * 384 * 96)
-"""Of a pixel and a channel of the VAE's largest maps: 54 ms for 16 pictures of 384 x 384 in the SGLang server, 110 for 32,
-H200, 2026-11-30. `DiffusersEngine`, whose VAE has no fused norms, was not timed."""
+"""Of a pixel and a channel of the VAE's largest maps: 54 ms for 16 pictures of 384 x 384 in the SGLang server, H200,
+2026-11-30. `DiffusersEngine`, whose VAE has no fused norms, was not timed."""
 WIRE = 40.9 * GB / 0.092
 """Weight sync between two processes of one card, verified: 40.9 GB in 92 ms in 512 MB buckets, H200."""
 WIRE_FLOOR_S = 0.01
