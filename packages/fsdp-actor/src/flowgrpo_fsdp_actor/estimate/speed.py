@@ -1,15 +1,16 @@
 """Seconds of one rollout: arithmetic at the paces of `cards`, copies at the rates of the card.
 
 A pass takes sqrt(work^2 + launches^2): the card is busy in large forwards, the host that launches in small ones.
-The blend is a choice. Against the held-out measurements it is within 8 % for compiled forwards of 16 and more, on one
-card and two, 16 % low for eager ones of 1 to 16 with checkpointing, up to 40 % low for forwards of 3 and 4: a floor.
+The exponent, `Pace.blend`, is a choice. Against the held-out measurements it is within 8 % for compiled forwards of 16
+and more, on one card and two, 16 % low for eager ones of 1 to 16 with checkpointing, up to 40 % low for forwards of 3
+and 4: a floor.
 
 Left out, because nothing was measured or it is not the trainer's: scoring, text encoding, writing sidecars and
 checkpoints, start-up, compilation, and what FSDP2 copies on one card for masters in another dtype (a full training of
 4.1 B parameters over fp32 masters took 1.57 s where this says 0.83; LoRA does not feel it).
 """
 
-from math import ceil, hypot
+from math import ceil
 
 from flowgrpo_fsdp_actor.estimate.architecture import DTYPE_BYTES
 from flowgrpo_fsdp_actor.estimate.cards import COMPILED, EAGER, GB, H200, Pace
@@ -34,7 +35,8 @@ def pass_seconds(memory: MemoryModel, rows: int, *, forwards: float, backwards: 
     ahead = net.forward_flops(memory.image, run.text_tokens, memory.adapters) / pace.forward
     back = net.backward_flops(memory.image, run.text_tokens, memory.adapters, full=not config.is_lora) / pace.backward
     work = rows * (forwards * ahead + backwards * back) / faster
-    return hypot(work, net.blocks * _launches(pace, forwards, backwards))
+    launches = net.blocks * _launches(pace, forwards, backwards)
+    return (work**pace.blend + launches**pace.blend) ** (1.0 / pace.blend)
 
 
 def _launches(pace: Pace, forwards: float, backwards: int) -> float:
