@@ -16,9 +16,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 B, P, L = 2, 6, 5
 HEADS = {"num_attention_heads": 1, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
 MASK = torch.arange(L) < torch.tensor([5, 3])[:, None]
-MASKS = (
-    (MASK,) if INTERPRETED else (None, MASK)
-)  # to the kernels they are one; `test_qwen_image_blocks` has both on CPUs
+MASKS = (MASK,) if INTERPRETED else (None, MASK)
+"""To the kernels they are the same; on a CPU the torch form's test has both."""
 TARGETS = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_q_proj", "attn.to_add_out"]
 RTOL = 2e-5 if INTERPRETED else 2e-4
 """Of the largest value, in float32, against diffusers; on a GPU its products are others."""
