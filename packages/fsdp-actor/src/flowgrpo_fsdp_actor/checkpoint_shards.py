@@ -37,8 +37,8 @@ from flowgrpo_fsdp_actor.errors import CheckpointError
 from flowgrpo_fsdp_actor.sharding import local_rows
 
 FILE_BYTES = 256 * 2**20
-"""A file ends with the tensor that takes it past this size: files are written, and read, several at a time."""
-WRITERS, READERS = 8, 4
+"""Of a file, at most, but for the tensor that ends it: files are written, and read, several at a time."""
+WRITERS, READERS = 8, 8
 """Files at a time, in each rank: while one thread copies from the GPU and checks, others keep the disk busy."""
 BUFFER_BYTES = 16 * 2**20
 """Of each of them."""
@@ -208,10 +208,14 @@ def _pieces(state: Mapping[str, Tensor], rank: int) -> Iterator[Piece]:
 
 
 def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """The pieces of each file. Where there are several, as many files as keep all writers busy to the end."""
+    total = sum(piece.local.nbytes for piece in pieces)
+    rounds = -(-total // (FILE_BYTES * WRITERS))
+    limit = FILE_BYTES if total <= FILE_BYTES else -(-total // (rounds * WRITERS))
     groups: list[list[Piece]] = []
-    filled = FILE_BYTES
+    filled = limit
     for piece in pieces:
-        if filled >= FILE_BYTES:
+        if filled >= limit:
             groups.append([])
             filled = 0
         groups[-1].append(piece)
