@@ -207,7 +207,11 @@ def _verdict(estimate: Estimate) -> Text:
     if estimate.tight:
         return Text(f"fits, barely: {need}; the allocator's gaps may decide", style="bold yellow")
     if estimate.fits:
-        return Text(f"fits: {need}", style="bold green")
+        text = Text(f"fits: {need}", style="bold green")
+        for faster in estimate.speedups:
+            saves = f"\n{faster.change}: a rollout in {faster.seconds:.1f} s, largest phase {faster.peak / GIB:.1f} GiB"
+            text.append(saves, style="not bold")
+        return text
     text = Text(f"does not fit: {need}, {(worst.total - have) / GIB:.1f} too much", style="bold red")
     if not estimate.remedies:
         return text.append("\nno single change that was tried makes it fit", style="not bold")

@@ -1,4 +1,4 @@
-"""One recipe's estimate: phases, seconds, whether it fits, and what to change if it does not.
+"""One recipe's estimate: phases, seconds, whether it fits, and what to change if it does not, or to be faster.
 
 What to change is not a list of advice: each change is estimated too, and only those that help are named.
 """
@@ -17,6 +17,8 @@ TIGHT = 0.94
 """Above this share of the card a run may still fail: the allocator held 2.4 to 5.5 % more than the tensors' peak in six
 runs of the actor on the H200 (2026-11-30), and no formula here knows how much."""
 MOST_CARDS = 1024
+WORTH_A_CHANGE = 0.98
+"""Of the seconds of a rollout: a change that saves less is not named."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,15 @@ class Remedy:
 
     change: str
     peak: float
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """A change of settings that spends memory on time, the largest phase with it, and the seconds of a rollout."""
+
+    change: str
+    peak: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,8 @@ class Estimate:
     """Host memory that one card's sleepers take."""
     remedies: list[Remedy]
     """What makes it fit; empty where it fits, or where nothing that was tried does."""
+    speedups: list[Speedup]
+    """What makes it faster and still fits with room to spare."""
 
     @property
     def worst(self) -> Phase:
@@ -83,6 +96,7 @@ class Estimate:
             "parameters": self.parameters,
             "trained_parameters": self.trained,
             "remedies": [{"change": r.change, "peak_gib": r.peak / GIB} for r in self.remedies],
+            "speedups": [{"change": s.change, "peak_gib": s.peak / GIB, "seconds": s.seconds} for s in self.speedups],
         }
 
 
@@ -104,6 +118,7 @@ def estimate_run(model: ModelSize, config: ActorConfig, run: RunShape, card: Car
         parameters=model.transformer.parameters,
         host_bytes=memory.host_bytes(),
         remedies=list(_remedies(model, config, run, card)) if worst > card.memory else [],
+        speedups=list(_speedups(model, config, run, card)) if worst <= card.memory else [],
     )
 
 
@@ -124,6 +139,22 @@ def _remedies(model: ModelSize, config: ActorConfig, run: RunShape, card: Card) 
             yield Remedy(f"{cards} cards (--resource)", peak)
             break
         cards *= 2
+
+
+def _speedups(model: ModelSize, config: ActorConfig, run: RunShape, card: Card) -> Iterator[Speedup]:
+    """Each single change that is worth it."""
+    now = sum(rollout_seconds(MemoryModel(model, config, run, card)).values())
+    changes = []
+    if run.world_size > 1 and config.fsdp_reshard_after_forward:
+        changes.append(("--no-fsdp-reshard-after-forward", replace(config, fsdp_reshard_after_forward=False)))
+    if config.fsdp_activation_checkpointing:
+        without = replace(config, fsdp_activation_checkpointing=False)
+        changes.append(("without --fsdp-activation-checkpointing", without))
+    for change, new_config in changes:
+        seconds = sum(rollout_seconds(MemoryModel(model, new_config, run, card)).values())
+        peak = _peak(model, new_config, run, card)
+        if peak <= TIGHT * card.memory and seconds <= WORTH_A_CHANGE * now:
+            yield Speedup(change, peak, seconds)
 
 
 def _changes(config: ActorConfig, run: RunShape) -> Iterator[tuple[str, ActorConfig, RunShape]]:
