@@ -68,7 +68,6 @@ def forwards(sampler: Any, diffusers: Any, rows: int, side: int) -> Calls:
         "plain": lambda: sampler._forward(layout, **given),
         "graph": _graph(sampler, layout, given),
         "graph, SGLang's own": _graph(sampler, layout, given, variants.sglangs_own),
-        "graph, two streams": _graph(sampler, layout, given, variants.two_streams),
         "diffusers": lambda: qwen_image_velocity(
             diffusers, given["latents"], sigma, given["text"], None, side, side, servers.VAE_SCALE_FACTOR
         ),
