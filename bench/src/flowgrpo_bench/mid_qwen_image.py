@@ -12,6 +12,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 import torch
+from flowgrpo_fsdp_actor.safetensors_header import header_bytes
 from torch import Tensor
 
 TEXT_LAYERS = 2
@@ -81,14 +82,9 @@ def _save_sharded(state: Mapping[str, Tensor], folder: Path) -> None:
 
 def _save_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file, of bf16 tensors. Its own writer would hold Python's lock while it copies."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [end, end := end + tensor.nbytes]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    layout = {name: ("BF16", tensor.shape) for name, tensor in tensors.items()}
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_bytes(layout, {"format": "pt"}))
         for tensor in tensors.values():
             file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
 

@@ -34,6 +34,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from flowgrpo_fsdp_actor.checkpoint_blocks import CHECKED, RESTORE, CheckedFile, read_checked, staging, write_checked
 from flowgrpo_fsdp_actor.errors import CheckpointError
+from flowgrpo_fsdp_actor.safetensors_header import DTYPE_NAMES, DTYPES, header_bytes
 from flowgrpo_fsdp_actor.sharding import local_rows
 
 FILE_BYTES = 256 * 2**20
@@ -44,8 +45,6 @@ BUFFER_BYTES = 16 * 2**20
 """Of each of them."""
 HEADER_BYTES = 100 * 10**6
 """No longer header is parsed: safetensors' own limit."""
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -226,29 +225,16 @@ def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
 def _write_file(buffer: Tensor, path: Path, pieces: Sequence[Piece]) -> tuple[int, ...]:
     # Wider elements first: none then lies across two blocks.
     pieces = sorted(pieces, key=lambda piece: -piece.local.element_size())
-    header = _header(pieces)
-    head = torch.frombuffer(bytearray(len(header).to_bytes(8, "little") + header), dtype=torch.uint8)
-    return write_checked(buffer, path, chain([head], (piece.local.contiguous() for piece in pieces)))
+    first = torch.frombuffer(bytearray(_header(pieces)), dtype=torch.uint8)
+    return write_checked(buffer, path, chain([first], (piece.local.contiguous() for piece in pieces)))
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
-    """A safetensors header with DCP's word on where each piece belongs."""
+    """A file's header, with DCP's word on where each piece belongs."""
     offsets = {piece.name: {SAVED_OFFSETS_KEY: piece.offsets} for piece in pieces}
-    entries: dict[str, object] = {
-        "__metadata__": {
-            CUSTOM_METADATA_KEY: json.dumps(offsets),
-            DCP_VERSION_KEY: str(HF_DCP_VERSION),
-            FORMAT_KEY: FORMAT_VALUE,
-        }
+    metadata = {
+        CUSTOM_METADATA_KEY: json.dumps(offsets),
+        DCP_VERSION_KEY: str(HF_DCP_VERSION),
+        FORMAT_KEY: FORMAT_VALUE,
     }
-    start = 0
-    for piece in pieces:
-        end = start + piece.local.nbytes
-        entries[piece.name] = {
-            "dtype": DTYPE_NAMES[piece.local.dtype],
-            "shape": list(piece.local.shape),
-            "data_offsets": [start, end],
-        }
-        start = end
-    text = json.dumps(entries).encode()
-    return text + b" " * (-len(text) % 8)
+    return header_bytes({piece.name: (DTYPE_NAMES[piece.local.dtype], piece.local.shape) for piece in pieces}, metadata)

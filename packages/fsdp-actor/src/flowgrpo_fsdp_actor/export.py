@@ -7,10 +7,9 @@ and `verify_*` prove the result by a forward pass.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,12 @@ from torch import Tensor
 
 from flowgrpo_fsdp_actor.checkpoint_blocks import RESTORE
 from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree, read_documents, stored_tensors
-from flowgrpo_fsdp_actor.checkpoint_shards import DTYPE_NAMES, DTYPES, StoredPiece, read_shards, whole_shape
+from flowgrpo_fsdp_actor.checkpoint_shards import StoredPiece, read_shards, whole_shape
 from flowgrpo_fsdp_actor.contract import base_model_hash
 from flowgrpo_fsdp_actor.errors import CheckpointError, ExportError
+from flowgrpo_fsdp_actor.safetensors_header import DTYPE_NAMES, Layout, header_bytes
 
 PREFIX = "model/"
-Layout = Mapping[str, tuple[str, Sequence[int]]]
-"""What a safetensors file holds, in its order: name -> (dtype, shape), both as it calls them."""
 
 
 @dataclass(frozen=True)
@@ -222,24 +220,11 @@ def _write_safetensors(
 
     def write(temporary: Path) -> None:
         with open(temporary, "wb") as out:
-            header = _header(layout, metadata)
-            out.write(len(header).to_bytes(8, "little"))
-            out.write(header)
+            out.write(header_bytes(layout, metadata))
             for name in layout:
                 out.write(tensor(name).contiguous().view(-1).view(torch.uint8).numpy().data)
 
     write_atomic(path, write)
-
-
-def _header(layout: Layout, metadata: dict[str, str] | None) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    start = 0
-    for name, (dtype, shape) in layout.items():
-        end = start + prod(shape) * DTYPES[dtype].itemsize
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries).encode()
-    return text + b" " * (-len(text) % 8)
 
 
 def changed_tensors(exported: Path, base: Path, part: str = "transformer") -> Iterator[str]:
