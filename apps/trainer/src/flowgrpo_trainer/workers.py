@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flowgrpo_fsdp_actor.actor import UpdateReport
     from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree
     from flowgrpo_rollout_sglang.engine import RolloutEngine
-    from flowgrpo_rollout_sglang.wire import Shard, SyncReport
+    from flowgrpo_rollout_sglang.wire import FullWeightManifest, Shard, SyncReport
 
 
 def _load(path: str) -> Any:
@@ -147,7 +147,7 @@ class ActorWorker:
         init_process_group(self._rank, self._world_size, *master, device=self._config.device)
         self._actor = FsdpActor(self._config, rank=self._rank, world_size=self._world_size)
         self._sender = WeightSender(**wire)
-        self._last_manifest: dict[str, Any] = {}
+        self._last_manifest: FullWeightManifest | None = None
 
     def attach_rows(self) -> None:
         """Attaches to TransferQueue, once the driver has started it."""
@@ -183,15 +183,15 @@ class ActorWorker:
 
         Raises: WeightSyncError naming the engine, the version and the tensors.
         """
-        from flowgrpo_rollout_sglang.wire import FullWeightManifest, sharded_shapes
+        from flowgrpo_rollout_sglang.wire import sharded_shapes
 
-        def manifest_of(shapes: Iterable[tuple[str, Sequence[int]]]) -> FullWeightManifest:
+        def manifest_of(shapes: Iterable[tuple[str, Sequence[int]]]) -> "FullWeightManifest":
             mode = "adapter" if self._config.lora_adapter_mode else "full"
             return self._sender.manifest(shapes, version=version, mode=mode, base_version=base_version)
 
         entries = self._actor.wire_manifest_entries()
         manifest, shards = manifest_of(entries), target.shards(entries)
-        self._last_manifest = json.loads(manifest.to_json())  # of the policy, however engines divide it
+        self._last_manifest = manifest  # of the policy, however engines divide it
         if shards:
             manifest = manifest_of(sharded_shapes(entries, shards))
         return self._actor.send_weights(self._sender, manifest, target, shards=shards, must_change=must_change)
@@ -204,7 +204,7 @@ class ActorWorker:
 
         documents = {
             "trainer_state.json": state | {"lr_scheduler_steps": self._actor.lr_scheduler_steps},
-            "weight_sync_manifest.json": self._last_manifest,
+            "weight_sync_manifest.json": json.loads(self._last_manifest.to_json()) if self._last_manifest else {},
             "adapter_contract.json": contract,
         }
         save_checkpoint(self._actor, tree, n, documents, history)
