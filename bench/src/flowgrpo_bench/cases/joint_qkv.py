@@ -96,12 +96,9 @@ def _leaves(*streams: Any) -> list[Tensor]:
 
 def _by_flips(image: Any, text: Any, *, eps: float) -> tuple[Tensor, ...]:
     """How blocks did it before the kernels, in the inputs' precision where that is float64."""
-    D = image.norm_q_D.shape[0]
+    from flowgrpo_fsdp_actor.adapters.joint_qkv import heads
 
-    def heads(part: Any) -> Tensor:
-        base, low, up = part
-        whole = base if low is None else base + torch.nn.functional.linear(low, up.to(low.dtype))
-        return whole.unflatten(-1, (-1, D))
+    D = image.norm_q_D.shape[0]
 
     def normed(x: Tensor, weight: Tensor) -> Tensor:
         scale = torch.rsqrt(_wide(x).pow(2).mean(-1, keepdim=True) + eps)
@@ -115,9 +112,9 @@ def _by_flips(image: Any, text: Any, *, eps: float) -> tuple[Tensor, ...]:
         return (_wide(x) * own + swapped * neighbour).to(x.dtype)
 
     q, k = (
-        torch.cat([turned(normed(heads(s[i]), s[3 + i]), s.table_2td) for s in (text, image)], dim=1) for i in (0, 1)
+        torch.cat([turned(normed(heads(s[i], D), s[3 + i]), s.table_2td) for s in (text, image)], dim=1) for i in (0, 1)
     )
-    return q, k, torch.cat([heads(text.v), heads(image.v)], dim=1)
+    return q, k, torch.cat([heads(text.v, D), heads(image.v, D)], dim=1)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -103,13 +103,13 @@ class Estimate:
 def estimate_run(model: ModelSize, config: ActorConfig, run: RunShape, card: Card) -> Estimate:
     """Memory and time of a recipe on `run.world_size` cards. Raises TrainableBoundaryError for an unknown target."""
     memory = MemoryModel(model, config, run, card)
-    phases, (join, recomputed) = memory.phases(), memory.join()
+    phases, (join, recomputed), seconds = memory.phases(), memory.join(), rollout_seconds(memory)
     worst = max(phase.total for phase in phases)
     return Estimate(
         card=card,
         world_size=run.world_size,
         phases=phases,
-        seconds=rollout_seconds(memory),
+        seconds=seconds,
         join=join,
         recomputed=recomputed,
         blocks=model.transformer.blocks,
@@ -118,7 +118,7 @@ def estimate_run(model: ModelSize, config: ActorConfig, run: RunShape, card: Car
         parameters=model.transformer.parameters,
         host_bytes=memory.host_bytes(),
         remedies=list(_remedies(model, config, run, card)) if worst > card.memory else [],
-        speedups=list(_speedups(model, config, run, card)) if worst <= card.memory else [],
+        speedups=list(_speedups(memory, sum(seconds.values()))) if worst <= card.memory else [],
     )
 
 
@@ -141,18 +141,18 @@ def _remedies(model: ModelSize, config: ActorConfig, run: RunShape, card: Card) 
         cards *= 2
 
 
-def _speedups(model: ModelSize, config: ActorConfig, run: RunShape, card: Card) -> Iterator[Speedup]:
-    """Each single change that is worth it."""
-    now = sum(rollout_seconds(MemoryModel(model, config, run, card)).values())
+def _speedups(memory: MemoryModel, now: float) -> Iterator[Speedup]:
+    """Each single change that is worth it, beside a rollout of `now` seconds."""
+    config, card = memory.config, memory.card
     changes = []
-    if run.world_size > 1 and config.fsdp_reshard_after_forward:
+    if memory.sharded and config.fsdp_reshard_after_forward:
         changes.append(("--no-fsdp-reshard-after-forward", replace(config, fsdp_reshard_after_forward=False)))
     if config.fsdp_activation_checkpointing:
         without = replace(config, fsdp_activation_checkpointing=False)
         changes.append(("without --fsdp-activation-checkpointing", without))
     for change, new_config in changes:
-        seconds = sum(rollout_seconds(MemoryModel(model, new_config, run, card)).values())
-        peak = _peak(model, new_config, run, card)
+        changed = MemoryModel(memory.model, new_config, memory.run, card)
+        seconds, peak = sum(rollout_seconds(changed).values()), max(phase.total for phase in changed.phases())
         if peak <= TIGHT * card.memory and seconds <= WORTH_A_CHANGE * now:
             yield Speedup(change, peak, seconds)
 
