@@ -1,6 +1,5 @@
 """Processes of one process group, each on its own card, that answer commands: for cases of several GPUs."""
 
-import socket
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 from flowgrpo_fsdp_actor.distributed import init_process_group
+from flowgrpo_rollout_sglang.sglang_process import free_ports
 from flowgrpo_rollout_sglang.wire.testing import start_process
 
 
@@ -15,7 +15,7 @@ class Ranks:
     """`world` processes, in each of which `make(rank, world, device, *arguments)` has made what answers."""
 
     def __init__(self, world: int, device: str, make: Callable[..., Any], *arguments: Any):
-        port = _free_port()
+        (port,) = free_ports(1)
         started = [start_process(_rank_main, rank, world, port, device, make, arguments) for rank in range(world)]
         self._processes, self._pipes = ([pair[i] for pair in started] for i in (0, 1))
         self.stop = weakref.finalize(self, _stop, self._processes, self._pipes)
@@ -33,12 +33,6 @@ class Ranks:
         if failed := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]:
             raise RuntimeError(failed[0])
         return [value for value, _ in answers]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _rank_main(

@@ -1,4 +1,4 @@
-"""A process that saves checkpoints as a training rank does, until it is killed."""
+"""Checkpoints as a training rank saves them, by a test or by a process that is killed."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,9 @@ from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree, rotate, save_ch
 from flowgrpo_fsdp_actor.contract import adapter_contract, base_model_hash
 from flowgrpo_fsdp_actor.testing import SAMPLING
 
+LORA = {"fsdp_trainable_mode": "lora", "lora_rank": 4, "lora_alpha": 8.0, "lora_merge_mode": True}
+ADVANTAGES = torch.tensor([[1.0, -1.0, 0.5, -0.5], [2.0, -2.0, 0.0, 0.0]])
+
 
 def documents(actor: FsdpActor, model_folder: Path, n: int = 0) -> dict[str, Any]:
     """The JSON files of iteration `n`, as the trainer writes them."""
@@ -17,12 +20,23 @@ def documents(actor: FsdpActor, model_folder: Path, n: int = 0) -> dict[str, Any
     return {"trainer_state.json": state, "weight_sync_manifest.json": {}, "adapter_contract.json": contract}
 
 
+def save(actor, model_folder, folder, n=0):
+    tree = CheckpointTree(folder, "t2i")
+    save_checkpoint(actor, tree, n, documents(actor, model_folder, n), "{}\n")
+    return tree
+
+
+def weights(actor):
+    state = actor.checkpoint_state()
+    return {f"{part}/{name}": t.full_tensor().clone() if hasattr(t, "full_tensor") else t.clone()
+            for part in state for name, t in state[part].items()}  # fmt: skip
+
+
 def saver_main(model_folder: Path, folder: Path, port: int) -> None:
     """Rotates and saves, as the trainer does at each interval, from the newest committed iteration on."""
     torch.set_num_threads(1)
     init_process_group(0, 1, "127.0.0.1", port, "cpu")
-    lora = {"fsdp_trainable_mode": "lora", "lora_rank": 4, "lora_alpha": 8.0, "lora_merge_mode": True}
-    config = ActorConfig(model_path=str(model_folder), sampling=SAMPLING, fsdp_param_dtype="fp32", **lora)
+    config = ActorConfig(model_path=str(model_folder), sampling=SAMPLING, fsdp_param_dtype="fp32", **LORA)
     actor = FsdpActor(config, 0, 1)
     tree = CheckpointTree(folder, "t2i")
     n = (tree.committed() or [-1])[-1] + 1

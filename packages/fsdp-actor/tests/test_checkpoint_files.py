@@ -1,4 +1,4 @@
-"""Checkpoints on disk: exact, committed last, distrustful of whatever is spoilt, and exported as what was trained."""
+"""Checkpoints on disk: exact, committed last, distrustful of whatever is spoilt."""
 
 import json
 import os
@@ -6,15 +6,13 @@ import pickle
 import random
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from flowgrpo_fsdp_actor import ActorConfig, FsdpActor, init_process_group
+from flowgrpo_fsdp_actor import ActorConfig
 from flowgrpo_fsdp_actor.checkpoint_files import (
     COMMITTED,
     JSON_FILES,
@@ -23,64 +21,16 @@ from flowgrpo_fsdp_actor.checkpoint_files import (
     commit_record,
     load_checkpoint,
     rotate,
-    save_checkpoint,
 )
 from flowgrpo_fsdp_actor.contract import adapter_contract, assert_resumable, base_model_hash
-from flowgrpo_fsdp_actor.errors import CheckpointError, ExportError, NotResumable
-from flowgrpo_fsdp_actor.export import Checkpoint, changed_tensors, export_adapter, export_merged
-from flowgrpo_fsdp_actor.testing import SAMPLING, draw_rollout, largest_file
+from flowgrpo_fsdp_actor.errors import CheckpointError, NotResumable
+from flowgrpo_fsdp_actor.testing import SAMPLING, largest_file
+from flowgrpo_rollout_sglang.sglang_process import free_ports
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from .processes import PROCESSES
-from .saver import documents, saver_main
-
-LORA = {"fsdp_trainable_mode": "lora", "lora_rank": 4, "lora_alpha": 8.0, "lora_merge_mode": True}
-ADVANTAGES = torch.tensor([[1.0, -1.0, 0.5, -0.5], [2.0, -2.0, 0.0, 0.0]])
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_process_group(0, 1, "127.0.0.1", free_port(), "cpu")
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def make_actor(model_folder):
-    def make(**settings):
-        common = {"fsdp_param_dtype": "fp32", "lr": 1e-3, "eps_clip": 1e-3, "n_samples_per_prompt": 4}
-        common |= {"replay_compile": False}
-        return FsdpActor(ActorConfig(model_path=str(model_folder), sampling=SAMPLING, **(common | settings)), 0, 1)
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def rollouts(make_actor):
-    actor = make_actor()
-    return [
-        draw_rollout(actor._policy.module, actor._adapter, group_size=4, text_tokens=(7, 7), rollout_id=r)
-        for r in range(4)
-    ]
-
-
-def save(actor, model_folder, folder, n=0):
-    tree = CheckpointTree(folder, "t2i")
-    save_checkpoint(actor, tree, n, documents(actor, model_folder, n), "{}\n")
-    return tree
-
-
-def weights(actor):
-    state = actor.checkpoint_state()
-    return {f"{part}/{name}": t.full_tensor().clone() if hasattr(t, "full_tensor") else t.clone()
-            for part in state for name, t in state[part].items()}  # fmt: skip
+from .saver import ADVANTAGES, LORA, save, saver_main, weights
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -383,76 +333,6 @@ def test_the_base_model_hash_sees_one_changed_weight_and_another_revision(model_
     assert base_model_hash(copy, None) != before
 
 
-# ---------------------------------------------------------------------------------------------------- export
-
-
-@pytest.fixture
-def trained(make_actor, rollouts, model_folder, tmp_path):
-    actor = make_actor(**LORA)
-    actor.update(0, rollouts[0], ADVANTAGES)
-    save(actor, model_folder, tmp_path / "save")
-    return Checkpoint.open(tmp_path / "save", "t2i", None), actor
-
-
-def test_a_merged_export_is_base_plus_scaled_product_and_differs_from_the_base(trained, model_folder, tmp_path):
-    checkpoint, _ = trained
-    export_merged(checkpoint, model_folder, tmp_path / "merged")
-    (file,) = (model_folder / "transformer").glob("*.safetensors")
-    base, merged = load_file(file), load_file(tmp_path / "merged" / "transformer" / file.name)
-    assert base.keys() == merged.keys()
-    # Where B is still zero (the last block's text stream leads nowhere) the base must stay as it is.
-    moved = [name for name in checkpoint.names() if "lora_B" in name and bool(checkpoint.read(name).any())]
-    targets = {name.removesuffix(".lora_B.weight") + ".weight" for name in moved}
-    assert targets
-    assert set(changed_tensors(tmp_path / "merged", model_folder)) == targets
-    for name in targets:
-        stem = name.removesuffix(".weight")
-        a, b = (checkpoint.read(f"{stem}.lora_{part}.weight").double() for part in "AB")
-        torch.testing.assert_close(merged[name].double(), base[name].double() + 2.0 * (b @ a), atol=1e-7, rtol=1e-6)
-
-
-@pytest.mark.parametrize("form", ["merged", "adapter"])
-def test_an_export_computes_what_was_trained(trained, model_folder, tmp_path, form):
-    from flowgrpo_fsdp_actor.adapters.verify_qwen_image import export_differences
-
-    checkpoint, _ = trained
-    output = tmp_path / form
-    if form == "merged":
-        export_merged(checkpoint, model_folder, output)
-    else:
-        export_adapter(checkpoint, output)
-    from_trained, from_base = export_differences(form, checkpoint, model_folder, output)
-    assert from_trained < 1e-5  # measured 1e-6: fp32 rounding of the merged product
-    assert from_base > 10 * from_trained
-
-
-def test_a_full_checkpoint_exports_to_weights_that_diffusers_loads(make_actor, rollouts, model_folder, tmp_path):
-    from diffusers import QwenImageTransformer2DModel
-
-    actor = make_actor()
-    actor.update(0, rollouts[0], ADVANTAGES)
-    save(actor, model_folder, tmp_path / "save")
-    export_merged(Checkpoint.open(tmp_path / "save", "t2i", None), model_folder, tmp_path / "out")
-    loaded = QwenImageTransformer2DModel.from_pretrained(tmp_path / "out" / "transformer")
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, weights(actor)[f"model/{name}"])
-
-
-def test_an_export_that_would_not_be_what_was_trained_is_refused(trained, model_folder, tmp_path):
-    checkpoint, _ = trained
-    with pytest.raises(ExportError):
-        export_merged(checkpoint, None, tmp_path / "a")
-    other = tmp_path / "other"
-    shutil.copytree(model_folder, other)
-    path = next((other / "transformer").glob("*.safetensors"))
-    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(ExportError):
-        export_merged(checkpoint, other, tmp_path / "b")
-    (checkpoint.folder / COMMITTED).unlink()
-    with pytest.raises(CheckpointError):
-        Checkpoint.open(tmp_path / "save", "t2i", 0)
-
-
 # ---------------------------------------------------------------------------------------------------- crashes
 
 
@@ -461,7 +341,7 @@ def test_a_save_killed_at_a_random_moment_leaves_a_committed_checkpoint_that_loa
     generator, actor = random.Random(0), make_actor(**LORA)
     tree, newest = CheckpointTree(tmp_path, "t2i"), -1
     for kill in range(int(os.environ.get("FLOWGRPO_TEST_KILLS", "2"))):
-        saver = PROCESSES.Process(target=saver_main, args=(model_folder, tmp_path, free_port()), daemon=True)
+        saver = PROCESSES.Process(target=saver_main, args=(model_folder, tmp_path, *free_ports(1)), daemon=True)
         saver.start()
         while (tree.committed() or [-1])[-1] <= newest:  # at least one more is committed, then any moment will do
             assert saver.is_alive()

@@ -1,7 +1,6 @@
 """Several lives of a run: killed and resumed, on as many ranks or others, bit for bit the run that it was."""
 
 import pickle
-import socket
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from diffusers import QwenImageTransformer2DModel
 from flowgrpo_fsdp_actor import ActorConfig
 from flowgrpo_fsdp_actor.adapters.qwen_image import QwenImageAdapter
 from flowgrpo_fsdp_actor.testing import SAMPLING, draw_rollout
+from flowgrpo_rollout_sglang.sglang_process import free_ports
 from flowgrpo_rollout_sglang.sidecar import write_sidecar
 
 from .lives import Life, publishing_rank_main, rank_main
@@ -52,7 +52,7 @@ def live(world, lives, sidecars, folder):
     """Runs `lives` on `world` ranks, all of which end by SIGKILL; what each life left, by its name."""
     ranks = [
         PROCESSES.Process(target=rank_main, args=(rank, world, port, lives, sidecars, folder))
-        for port in [free_port()]
+        for port in free_ports(1)
         for rank in range(world)
     ]
     join(ranks, ended=-9)
@@ -66,12 +66,6 @@ def join(ranks, ended):
         rank.join(200)
         rank.kill()
     assert [rank.exitcode for rank in ranks] == [ended] * len(ranks)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -117,8 +111,7 @@ def test_a_checkpoint_of_two_ranks_is_the_same_state_on_one_and_back_on_two(live
 def test_a_rank_whose_engine_refuses_does_not_keep_the_others_waiting_and_both_publish_again(
     device, model_folder, sidecars, tmp_path
 ):
-    config, port = config_of("full", device, model_folder), free_port()
-    arguments = (port, config, sidecars[0], tmp_path / "left")
+    arguments = (*free_ports(1), config_of("full", device, model_folder), sidecars[0], tmp_path / "left")
     join([PROCESSES.Process(target=publishing_rank_main, args=(rank, *arguments)) for rank in range(2)], ended=0)
     well, behind = (pickle.loads((tmp_path / f"left.{rank}").read_bytes()) for rank in range(2))
     assert (well["reasons"], behind["reasons"]) == (["", ""], ["version", ""])

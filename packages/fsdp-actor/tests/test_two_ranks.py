@@ -1,7 +1,6 @@
 """Two ranks, over gloo or NCCL, give what one rank gives: loss, gradients, moved weights, published weights."""
 
 import pickle
-import socket
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree
 from flowgrpo_fsdp_actor.errors import CheckpointError, PlanError, RankFailed
 from flowgrpo_fsdp_actor.testing import SAMPLING as THREE_STEPS
 from flowgrpo_fsdp_actor.testing import draw_rollout
+from flowgrpo_rollout_sglang.sglang_process import free_ports
 from flowgrpo_rollout_sglang.sidecar import write_sidecar
 
 from .two_ranks import BALLAST, PHASES, Case, config_of, failing_rank_main, full_disk_main, rank_main
@@ -52,7 +52,7 @@ def outcomes(request, model_folder, tmp_path_factory):
     jobs = [(case, config, sidecars[case.group_size]) for case, config in zip(CASES, configs, strict=True)]
     one, two = folder / "one.pkl", folder / "two.pkl"
     run_ranks(rank_main, 1, (1, 0, jobs, one), START[request.param])
-    run_ranks(rank_main, 2, (2, free_port(), jobs, two), START[request.param])
+    run_ranks(rank_main, 2, (2, *free_ports(1), jobs, two), START[request.param])
     ones, twos = pickle.loads(one.read_bytes()), pickle.loads(two.read_bytes())
     return {name: (ones[name], twos[name]) for name in ones}
 
@@ -131,7 +131,7 @@ def faults(request, model_folder, tmp_path_factory):
     # Waves: loading, too, waits for the other rank.
     case = Case("full", 4, {"fsdp_load_wave_size": 1, "device": request.param})
     job = (case, config_of(case, model_folder, SAMPLING), _sidecars(4, model_folder, folder))
-    run_ranks(failing_rank_main, 2, ([free_port() for _ in PHASES], job, folder / "seen"), START[request.param])
+    run_ranks(failing_rank_main, 2, (free_ports(len(PHASES)), job, folder / "seen"), START[request.param])
     well, failing = (pickle.loads((folder / f"seen.{rank}").read_bytes()) for rank in (0, 1))
     return {phase: (well[phase], failing[phase]) for phase in PHASES}
 
@@ -150,7 +150,7 @@ def test_a_rank_that_fails_ends_both_ranks_with_its_error_within_seconds(faults,
 def test_a_rank_whose_disk_is_full_fails_the_save_on_both_and_training_goes_on(model_folder, tmp_path):
     case = Case("full", 4)
     job = (case, config_of(case, model_folder, SAMPLING), _sidecars(4, model_folder, tmp_path))
-    run_ranks(full_disk_main, 2, (free_port(), job, tmp_path))
+    run_ranks(full_disk_main, 2, (*free_ports(1), job, tmp_path))
     for rank in (0, 1):
         (error,) = pickle.loads((tmp_path / f"errors.{rank}").read_bytes())
         assert isinstance(error, CheckpointError)
@@ -169,9 +169,3 @@ def _sidecars(group_size, model_folder, folder):
     for path, trajectory in zip(paths, trajectories, strict=True):
         write_sidecar(path, trajectory)
     return paths
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
