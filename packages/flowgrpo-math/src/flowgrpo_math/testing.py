@@ -1,11 +1,35 @@
-"""Inputs as training sees them, for tests and benchmarks of this package and of those that build on it."""
+"""For tests and benchmarks of this package and of those that build on it: inputs as training sees them, and kernels
+under Triton's interpreter."""
 
-from typing import NamedTuple
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flowgrpo_math.transition import SdeType, Transition, transition, transition_sample
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton, once imported, interprets kernels on the CPU in this process."""
+_empty = torch.empty
+
+
+def run_under_interpreter(folder: Path) -> None:
+    """Runs the tests of `folder` in a process of its own: the choice is one a process. AssertionError if any fails."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=580)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "deselected" not in done.stdout
+
+
+def empty_of_nan(*size: Any, **options: Any) -> Tensor:
+    """In place of `torch.empty`: memory that a kernel should write holds NaN before it does."""
+    tensor = _empty(*size, **options)
+    return tensor.fill_(float("nan")) if tensor.dtype.is_floating_point else tensor
 
 
 class DrawnStep(NamedTuple):

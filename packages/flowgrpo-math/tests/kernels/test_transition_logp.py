@@ -1,10 +1,8 @@
-import os
-
 import pytest
 import torch
 from flowgrpo_math.kernels import _rows
 from flowgrpo_math.kernels import transition_logp as fused
-from flowgrpo_math.testing import draw_step
+from flowgrpo_math.testing import INTERPRETED, draw_step
 from flowgrpo_math.transition import Transition, transition
 from flowgrpo_math.transition import transition_logp as reference
 
@@ -16,7 +14,6 @@ GRADIENT_RTOL = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 2e-3}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Latent elements below, at and past a block and a chunk, and of several chunks.
 SIZES = [(1, 1), (_rows.BLOCK // 64, 64), (_rows.CHUNK // 64, 64), (_rows.CHUNK // 64 + 1, 64), (1, _rows.CHUNK + 3)]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SEVERAL = 5 * _rows.CHUNK // 128  # tokens of 64 channels: two chunks and a half
 on_gpu_only = pytest.mark.skipif(INTERPRETED, reason="needs real launches")
 

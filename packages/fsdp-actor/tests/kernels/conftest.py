@@ -4,14 +4,13 @@ The interpreter is chosen when Triton is imported, for the whole process, so `te
 this folder in a process of its own.
 """
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from flowgrpo_fsdp_actor.adapters import joint_qkv_fused
+from flowgrpo_math.testing import INTERPRETED, empty_of_nan
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     # The interpreter takes milliseconds for each operation of each program: the same code, on smaller tiles.
     joint_qkv_fused.BLOCK, joint_qkv_fused.ROWS = 16, 2
@@ -32,10 +31,4 @@ def device():
 @pytest.fixture
 def poisoned(monkeypatch):
     """Memory that a kernel should write holds NaN before it does."""
-    empty = torch.empty
-
-    def empty_of_nan(*size, **options):
-        tensor = empty(*size, **options)
-        return tensor.fill_(float("nan")) if tensor.dtype.is_floating_point else tensor
-
     monkeypatch.setattr(torch, "empty", empty_of_nan)

@@ -1,13 +1,11 @@
-import os
-
 import pytest
 import torch
 from flowgrpo_fsdp_actor.adapters import joint_qkv as plain
 from flowgrpo_fsdp_actor.adapters import joint_qkv_fused
 from flowgrpo_fsdp_actor.adapters.joint_qkv import Projection, Stream
 from flowgrpo_fsdp_actor.adapters.joint_qkv_fused import joint_qkv as fused
+from flowgrpo_math.testing import INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 on_gpu_only = pytest.mark.skipif(INTERPRETED, reason="needs real launches")
 EPS = 1e-6
 # Of the norm of each result against float64. One rounding to bf16 alone is 1.7e-3; the interpreter cuts off instead.

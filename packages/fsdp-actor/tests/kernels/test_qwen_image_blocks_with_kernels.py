@@ -1,7 +1,6 @@
 """Whole blocks with the kernels in them, as replay compiles them: one graph, with checkpointing and without."""
 
 import copy
-import os
 
 import pytest
 import torch
@@ -9,10 +8,10 @@ from diffusers import QwenImageTransformer2DModel
 from flowgrpo_fsdp_actor.adapters.qwen_image_blocks import prepare_for_compile
 from flowgrpo_fsdp_actor.lora import inject_lora, is_lora
 from flowgrpo_fsdp_actor.recompute import make_recomputable, recompute_first
+from flowgrpo_math.testing import INTERPRETED
 from torch import nn
 from torch._dynamo.utils import counters
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 B, P, L = 2, 6, 5
 HEADS = {"num_attention_heads": 1, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
 MASK = torch.arange(L) < torch.tensor([5, 3])[:, None]

@@ -114,6 +114,23 @@ def make_request() -> Callable[..., GroupRequest]:
 
 
 @pytest.fixture(scope="session")
+def draw_adapter() -> Callable[..., dict[str, torch.Tensor]]:
+    """Rank 4 for the layers whose names end with one of `targets`, with wire names, beside their weights."""
+
+    def draw(weights: dict[str, torch.Tensor], targets: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(4)
+        found = {}
+        for name, weight in weights.items():
+            module = name.removesuffix(".weight")
+            if name.endswith(".weight") and module.endswith(targets):
+                for factor, shape in (("A", (4, weight.shape[1])), ("B", (weight.shape[0], 4))):
+                    found[f"{module}.lora_{factor}.weight"] = 0.2 * torch.randn(shape, generator=generator).to(weight)
+        return found
+
+    return draw
+
+
+@pytest.fixture(scope="session")
 def replay() -> Callable:
     """`replay_differences` of parity.py beside this file."""
     return runpy.run_path(str(HERE / "parity.py"))["replay_differences"]

@@ -51,16 +51,9 @@ def weights(oracle) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def adapter(weights) -> dict[str, Tensor]:
-    """Rank 4 for some attention layers, with wire names."""
-    generator = torch.Generator().manual_seed(4)
-    found = {}
-    for name, weight in weights.items():
-        module = name.removesuffix(".weight")
-        if any(module.endswith(target) for target in TARGETS):
-            for factor, shape in (("A", (4, weight.shape[1])), ("B", (weight.shape[0], 4))):
-                found[f"{module}.lora_{factor}.weight"] = 0.2 * torch.randn(shape, generator=generator).to(weight)
-    return found
+def adapter(weights, draw_adapter) -> dict[str, Tensor]:
+    """Of some attention layers."""
+    return draw_adapter(weights, TARGETS)
 
 
 def latents(engine, request) -> Tensor:

@@ -197,16 +197,9 @@ def test_sglangs_own_tensor_route_is_refused_by_an_engine_of_parts(ranks):
 
 
 @pytest.fixture
-def adapter(weights) -> dict[str, Tensor]:
-    """Rank 4 for layers of each kind, with wire names."""
-    generator = torch.Generator().manual_seed(4)
-    found = {}
-    for name, weight in weights.items():
-        module = name.removesuffix(".weight")
-        if name.endswith(".weight") and any(module.endswith(target) for target in TARGETS):
-            for factor, shape in (("A", (4, weight.shape[1])), ("B", (weight.shape[0], 4))):
-                found[f"{module}.lora_{factor}.weight"] = 0.2 * torch.randn(shape, generator=generator)
-    return found
+def adapter(weights, draw_adapter) -> dict[str, Tensor]:
+    """Of layers of each kind."""
+    return draw_adapter(weights, TARGETS)
 
 
 def merged(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
