@@ -80,22 +80,16 @@ def cudnn(monkeypatch):
 # ---------------------------------------------------------------------- attention
 
 
-def test_without_a_mask_only_cudnn_may_do_attention_and_afterwards_all_may_again(cudnn):
+@pytest.mark.parametrize("mask", [None, 4])
+def test_with_and_without_a_mask_only_cudnn_may_do_attention_and_afterwards_all_may_again(cudnn, mask):
     model = transformer()
     before = model.transformer_blocks[0]["attn"](1, 2, 3)[0]
     assert use_cudnn_attention(model) == "cudnn"
     for block in model.transformer_blocks:
-        allowed, given = block["attn"](1, 2, 3, attn_mask=None, num_replicated_prefix=7)
+        allowed, given = block["attn"](1, 2, 3, attn_mask=mask, num_replicated_prefix=7)
         assert allowed == (True, False, False)
-        assert given == (1, 2, 3, None, 7)
+        assert given == (1, 2, 3, mask, 7)
     assert USPAttention()(1, 2, 3)[0] == before
-
-
-def test_attention_with_a_mask_stays_sglangs_own(cudnn):
-    model = transformer()
-    before, _ = model.transformer_blocks[0]["attn"](1, 2, 3, attn_mask=4)
-    use_cudnn_attention(model)
-    assert model.transformer_blocks[0]["attn"](1, 2, 3, attn_mask=4) == (before, (1, 2, 3, 4, 0))
 
 
 def test_attention_that_is_not_torchs_is_left_alone_and_named(cudnn):

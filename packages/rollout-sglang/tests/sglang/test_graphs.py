@@ -18,7 +18,8 @@ from flowgrpo_rollout_sglang.server.graphs import ForwardGraphs, GraphCaptureErr
 from flowgrpo_rollout_sglang.server.memory import Memory
 from flowgrpo_rollout_sglang.sglang_engine import server_environment, wave_body
 from torch import Tensor, nn
-from torch.nn.functional import gelu
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 gpu = pytest.mark.gpu
 WIDTH = 256
@@ -171,6 +172,30 @@ def test_cublas_gelu_is_the_one_that_it_replaces():
     fused = torch._addmm_activation(zeros, x, eye.t(), use_gelu=True).float()
     # bf16's rounding, and that of a tanh of 11 bits near -1, as GPUs have it
     torch.testing.assert_close(fused, gelu(x.float(), approximate="tanh"), atol=2e-3, rtol=2**-8)
+
+
+LENGTHS = [(1,), (7, 7), (3, 8), (11, 17, 1), (64, 33), (127, 100, 5, 63), (200, 1)]
+"""Text tokens of each candidate."""
+
+
+@gpu
+@pytest.mark.parametrize("heads_and_width", [(2, 64), (24, 128)], ids=str)
+@pytest.mark.parametrize("texts", LENGTHS, ids=str)
+@pytest.mark.parametrize("image", [16, 576])
+def test_cudnns_attention_is_that_of_each_candidate_alone_whatever_the_lengths(heads_and_width, texts, image):
+    """With the mask of a padded wave, against float64 over the real tokens alone; drawn anew in each session."""
+    heads, width = heads_and_width
+    shape = (len(texts), max(texts) + image, heads, width)  # as SGLang has them
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
+    real = torch.ones(len(texts), max(texts) + image, dtype=torch.bool, device="cuda")
+    for row, text in enumerate(texts):
+        real[row, text : max(texts)] = False
+    bias = ((real.to(q.dtype) - 1.0) * torch.finfo(q.dtype).max)[:, None, None]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        found = scaled_dot_product_attention(q, k, v, attn_mask=None if len(set(texts)) == 1 else bias)
+    for row, kept in enumerate(real):
+        alone = scaled_dot_product_attention(*(x[row, :, kept].double() for x in (q, k, v)))
+        torch.testing.assert_close(found[row, :, kept].double(), alone, atol=8e-3, rtol=2**-7)
 
 
 # ---------------------------------------------------------------------- graphs of SGLang's transformer

@@ -31,11 +31,11 @@ class OtherStructureError(RuntimeError):
 
 
 def use_cudnn_attention(transformer: nn.Module) -> str:
-    """Makes attention without a mask cuDNN's, where SGLang would let torch choose, which takes FlashAttention 2.
+    """Makes attention cuDNN's, with a mask (texts of several lengths in one forward) and without one.
 
-    With a mask (texts of several lengths in one forward) it stays torch's choice. Returns what attention without one is
-    now: "cudnn", or the name of SGLang's own backend where that is not torch's, or where cuDNN cannot serve a head of
-    this width on this card, which is logged. Raises OtherStructureError.
+    SGLang would let torch choose, which takes FlashAttention 2 without a mask and the memory-efficient kernel with one.
+    Returns what attention is now: "cudnn", or the name of SGLang's own backend where that is not torch's, or where
+    cuDNN cannot serve a head of this width on this card, which is logged. Raises OtherStructureError.
     """
     attentions = _modules(transformer, ATTENTION, per_block=1)
     own = attentions[0].backend.name.lower()
@@ -82,21 +82,19 @@ def _device(transformer: nn.Module) -> torch.device:
 
 def _cudnn_serves(heads: Tensor) -> bool:
     """Whether cuDNN does attention among `heads`, [1, 1, tokens, width], on their device: tried once, at load."""
+    bias = heads[:, :, :1, :1].expand(1, 1, 1, heads.shape[2]).contiguous()
     try:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             scaled_dot_product_attention(heads, heads, heads)
+            scaled_dot_product_attention(heads, heads, heads, attn_mask=bias)
     except RuntimeError as error:
         logger.warning("cuDNN has no attention here, so SGLang's own stays: %s", error)
         return False
     return True
 
 
-def _attend(
-    attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **named: Any
-) -> Tensor:
+def _attend(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Tensor:
     """In place of the class's."""
-    if attn_mask is not None:
-        return type(attention).forward(attention, q, k, v, attn_mask=attn_mask, **named)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return type(attention).forward(attention, q, k, v, **named)
 
