@@ -80,7 +80,7 @@ def padded_forwards(sampler: Any, rows: int, side: int) -> Calls:
     return {
         "padded, plain": lambda: sampler._forward(layout, **given),
         "padded, graph": _graph(sampler, layout, given),
-        "padded, graph, cuDNN": _graph(sampler, layout, given, variants.cudnn_attention),
+        "padded, graph, SGLang's own": _graph(sampler, layout, given, variants.sglangs_own),
     }
 
 
@@ -132,7 +132,7 @@ def show_forwards(calls: Calls, rows: int, arguments: argparse.Namespace) -> Non
         differs = float((result - first).abs().max() / first.abs().max())
         launched, done = timed_forward(call, repeats=8 if rows <= 8 else 4)
         print(
-            f"  {name:22} launched after {launched * 1e3:6.2f} ms, done after {done * 1e3:6.2f} ms; "
+            f"  {name:27} launched after {launched * 1e3:6.2f} ms, done after {done * 1e3:6.2f} ms; "
             f"first three calls {warm_s:.2f} s; largest difference {differs:.1e}",
             flush=True,
         )
@@ -146,7 +146,7 @@ def warmed(name: str, call: Callable[[], Tensor]) -> Tensor | None:
             result = call()
         torch.cuda.synchronize()
     except Exception as error:
-        print(f"  {name:22} failed: {type(error).__name__}: {error}", flush=True)
+        print(f"  {name:27} failed: {type(error).__name__}: {error}", flush=True)
         return None
     return result.float()
 

@@ -1,11 +1,10 @@
-"""Other ways to run SGLang's Qwen-Image transformer, to be timed beside the one that the server uses."""
+"""Another way to run SGLang's Qwen-Image transformer, to be timed beside the one that the server uses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flowgrpo_rollout_sglang.server.fused import ATTENTION, GELU
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @contextmanager
@@ -18,10 +17,3 @@ def sglangs_own(transformer: nn.Module) -> Iterator[None]:
     finally:
         for module, forward in replaced.items():
             module.forward = forward
-
-
-@contextmanager
-def cudnn_attention(_: nn.Module) -> Iterator[None]:
-    """Within it, attention is cuDNN's with a mask as well. A RuntimeError where it has none."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        yield

@@ -157,6 +157,12 @@ def show(
         f"Host memory for what sleeps: {estimate.host_bytes / GIB:.0f} GiB a card.",
         highlight=False,
     )
+    if estimate.waits_for_host:
+        console.print(
+            "So small a forward waits for the host to launch it: the seconds are those of one idle host and may be half "
+            "as long again on another.",
+            highlight=False,
+        )
     console.print(_cards_table(others))
     for note in notes:
         console.print(f"[dim]{note}[/dim]", highlight=False)

@@ -11,7 +11,7 @@ from flowgrpo_fsdp_actor.config import ActorConfig
 from flowgrpo_fsdp_actor.estimate.architecture import ModelSize
 from flowgrpo_fsdp_actor.estimate.cards import GIB, Card
 from flowgrpo_fsdp_actor.estimate.memory import MemoryModel, Phase, RunShape
-from flowgrpo_fsdp_actor.estimate.speed import replay_seconds, rollout_seconds
+from flowgrpo_fsdp_actor.estimate.speed import replay_seconds, rollout_seconds, waits_for_host
 
 TIGHT = 0.94
 """Above this share of the card a run may still fail: the allocator held 2.4 to 5.5 % more than the tensors' peak in six
@@ -53,6 +53,8 @@ class Estimate:
     blocks: int
     transitions_per_s: float
     """Of one card, while it replays."""
+    waits_for_host: bool
+    """A replay forward is so small that the host's processor, which launches it, decides how long it takes."""
     trained: int
     """Parameters that move."""
     parameters: int
@@ -93,6 +95,7 @@ class Estimate:
             "replay_join": self.join,
             "recomputed_blocks": self.recomputed,
             "transitions_per_s_per_card": self.transitions_per_s,
+            "replay_waits_for_host": self.waits_for_host,
             "parameters": self.parameters,
             "trained_parameters": self.trained,
             "remedies": [{"change": r.change, "peak_gib": r.peak / GIB} for r in self.remedies],
@@ -114,6 +117,7 @@ def estimate_run(model: ModelSize, config: ActorConfig, run: RunShape, card: Car
         recomputed=recomputed,
         blocks=model.transformer.blocks,
         transitions_per_s=join / replay_seconds(memory, join, recomputed),
+        waits_for_host=waits_for_host(memory, join, recomputed),
         trained=memory.trained,
         parameters=model.transformer.parameters,
         host_bytes=memory.host_bytes(),

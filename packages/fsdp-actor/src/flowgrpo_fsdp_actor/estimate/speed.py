@@ -30,17 +30,29 @@ WIRE_FLOOR_S = 0.01
 def pass_seconds(memory: MemoryModel, rows: int, *, forwards: float, backwards: int, compiled: bool) -> float:
     """One call of the model with `rows` rows: `forwards` forwards (2 where all blocks recompute) and a backward."""
     pace = COMPILED if compiled else EAGER
+    work, launches = _work_and_launches(memory, pace, rows, forwards, backwards)
+    return (work**pace.blend + launches**pace.blend) ** (1.0 / pace.blend)
+
+
+def _work_and_launches(
+    memory: MemoryModel, pace: Pace, rows: int, forwards: float, backwards: int
+) -> tuple[float, float]:
+    """Seconds of the card for the arithmetic of a call, and of the host to launch it."""
     net, config, run = memory.model.transformer, memory.config, memory.run
     faster = memory.card.matmul / H200.matmul
     ahead = net.forward_flops(memory.image, run.text_tokens, memory.adapters) / pace.forward
     back = net.backward_flops(memory.image, run.text_tokens, memory.adapters, full=not config.is_lora) / pace.backward
     work = rows * (forwards * ahead + backwards * back) / faster
-    launches = net.blocks * _launches(pace, forwards, backwards)
-    return (work**pace.blend + launches**pace.blend) ** (1.0 / pace.blend)
+    return work, net.blocks * (forwards * pace.launch_forward + backwards * pace.launch_backward)
 
 
-def _launches(pace: Pace, forwards: float, backwards: int) -> float:
-    return forwards * pace.launch_forward + backwards * pace.launch_backward
+def waits_for_host(memory: MemoryModel, rows: int, recomputed: int) -> bool:
+    """Whether launching a replay forward of `rows` rows makes it more than a tenth slower than its arithmetic."""
+    pace = COMPILED if memory.config.replay_compile else EAGER
+    forwards = 1.0 + recomputed / memory.model.transformer.blocks
+    work, _ = _work_and_launches(memory, pace, rows, forwards, 1)
+    both = pass_seconds(memory, rows, forwards=forwards, backwards=1, compiled=memory.config.replay_compile)
+    return both > 1.1 * work
 
 
 def replay_seconds(memory: MemoryModel, rows: int, recomputed: int) -> float:
