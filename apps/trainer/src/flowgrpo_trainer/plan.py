@@ -159,8 +159,8 @@ def show(
     )
     if estimate.waits_for_host:
         console.print(
-            "So small a forward waits for the host to launch it: the seconds are those of one idle host and may be half "
-            "as long again on another.",
+            "So small a forward waits for the host to launch it: the seconds are those of one idle host and may be "
+            "half as long again on another.",
             highlight=False,
         )
     console.print(_cards_table(others))
