@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 from flowgrpo_fsdp_actor import ActorConfig, FsdpActor
+from flowgrpo_fsdp_actor.join import choose_join
 from flowgrpo_fsdp_actor.metrics import ReplayStatistics
 from flowgrpo_fsdp_actor.plan import Transition, join_forwards
 from flowgrpo_fsdp_actor.replay import Replay
-from flowgrpo_fsdp_actor.sharding import local_rows
+from flowgrpo_fsdp_actor.sharding import local_rows, reshard
 from flowgrpo_fsdp_actor.testing import draw_rollout, random_qwen_image
 from flowgrpo_fsdp_actor.update import Policy, accumulate_gradients
 from flowgrpo_rollout_sglang.config import SamplingConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 LORA = {"fsdp_trainable_mode": "lora", "lora_rank": 64, "lora_alpha": 128.0, "lora_adapter_mode": True}
@@ -75,6 +76,10 @@ class ReplayWork:
         self.advantages = torch.randn(len(texts), CANDIDATES, generator=generator)
         self.replay: Replay = self.actor._replay(self.rollout, self.advantages)
         self._plan = self.actor._plan(len(texts), CANDIDATES, num_updates=1)
+
+    def choose_join(self) -> int:
+        """As the actor does before its first update: sets what its blocks do, too."""
+        return choose_join(self.policy, self.replay, self._plan, self.config)
 
     def forwards(self, join: int) -> Sequence[Sequence[Transition]]:
         return join_forwards(self._plan[0], self.replay.shapes, join)
@@ -146,9 +151,7 @@ def _sharded_plain_policy(work: ReplayWork, device: str, world: int) -> Policy:
             block.compile()  # as `compile_repeated_blocks`, which no longer knows the classes once they are sharded
         fully_shard(block, **options)
     fully_shard(module, **options).to_empty(device=device)
-    for unit in ours.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
+    reshard(ours)
     weights = dict(ours.named_parameters())
     for name, parameter in module.named_parameters():
         start, rows = local_rows(parameter)
@@ -207,6 +210,9 @@ class FsdpReplay:
         self._work = ReplayWork(device, model, (text, text), side=side, rank=rank, world=world, **settings)
         self._rows = sum(map(len, self._work.forwards(1)))
         self._device = device
+        if device == "cuda":
+            joined = self._work.choose_join()
+            assert joined == self._rows, f"{joined} rows would be joined, not {self._rows}"
         self._plain = None if gathered else _sharded_plain_policy(self._work, device, world)
 
     def train(self) -> None:
@@ -227,6 +233,7 @@ class FsdpReplay:
         work = self._work
         anchors = work.anchors(self._rows)
         same = torch.equal(anchors, work.log_probs(self._rows, grad=True))
+        reshard(work.policy.module)  # nothing of ours beside plain diffusers
         if self._plain is None:
             return same, 0.0, 0.0, work.parity()
         plain = self._plain.module

@@ -21,7 +21,7 @@ from flowgrpo_fsdp_actor.estimate.cards import GIB, H200, PROCESS_BYTES
 from flowgrpo_fsdp_actor.estimate.memory import AUTO_MEMORY_SHARE, AUTO_TOKENS, SYNC_CHUNK_BYTES, MemoryModel
 from flowgrpo_fsdp_actor.estimate.speed import anchor_seconds, pass_seconds, replay_seconds
 from flowgrpo_fsdp_actor.lora import inject_lora
-from flowgrpo_fsdp_actor.plan import plan_updates
+from flowgrpo_fsdp_actor.plan import evenly, plan_updates
 from flowgrpo_rollout_sglang import diffusers_engine
 from flowgrpo_rollout_sglang.config import SamplingConfig
 from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
@@ -348,12 +348,31 @@ def test_on_a_smaller_card_as_few_blocks_recompute_as_fill_the_gpu():
     kept, inputs = memory.row_bytes(0) - memory.row_bytes(1), memory.row_bytes(60) - memory.row_bytes(59)
     working = memory.row_bytes(60) - 60 * inputs - (kept + inputs)
     row = join.RowMemory(fixed=memory.gradients, inputs=inputs, activations=kept + inputs, blocks=60)
-    taken = sum(memory.on_card) + memory.gathered + memory.contexts
+    taken = sum(memory.on_card) + memory.gathered() + memory.contexts
     free = join.MEMORY_SHARE * (a100.memory - taken) - 12 * working
-    rows, blocks = row.choose(free, 12)
-    assert abs(blocks - found.recomputed) <= 1
-    assert rows == 12
+    chosen = row.choose(free, 48, 12)
+    assert abs(chosen.recomputed - found.recomputed) <= 1
+    assert chosen.rows == 12
     assert found.join == 12
+
+
+@pytest.mark.parametrize("gib", [100, 120, 140])
+@pytest.mark.parametrize("steps", [2, 3, 5])
+def test_under_fsdp2_the_plan_keeps_as_many_blocks_gathered_as_choose_join_would(gib, steps):
+    """The rule of `RowMemory.choose`, asked with the formulas' bytes in place of its probes."""
+    memory = memory_of(n_samples_per_prompt=8, world_size=2, fsdp_master_dtype="fp32")
+    memory.run, memory.card = RunShape(world_size=2, groups=4, trained_steps=steps), replace(H200, memory=gib * GIB)
+    taken = sum(memory.on_card) + memory.gathered() + memory.contexts
+    block = memory.model.transformer.block_parameters * 2.0
+    kept = memory.row_bytes(0, compiled=False) / 60
+    row = join.RowMemory(fixed=memory.gradients, inputs=0.0, activations=kept, blocks=60)
+    rows = memory.rows_of_update()
+    chosen = row.choose(join.MEMORY_SHARE * (memory.card.memory - taken), rows, 12, units=join.Units(60, block))
+    found = memory.join()
+    assert (found.rows, found.recomputed) == (evenly(rows, math.ceil(rows / chosen.rows)), 0)
+    assert found.gathered == chosen.gathered > 0
+    kept, not_kept = (replay_seconds(memory, found.rows, 0, count) for count in (found.gathered, 0))
+    assert kept < not_kept
 
 
 def test_a_forward_that_is_too_large_is_refused_with_changes_that_each_fit():

@@ -1,8 +1,9 @@
-"""How many rows share a forward and how many blocks recompute, from what probes measured; recomputing is exact."""
+"""How many rows share a forward, how many blocks recompute and stay gathered, from what probes measured."""
 
 import pytest
 import torch
-from flowgrpo_fsdp_actor.join import PROBE_KEPT, PROBE_ROWS, RowMemory
+from flowgrpo_fsdp_actor.join import PROBE_KEPT, PROBE_ROWS, RowMemory, Units
+from flowgrpo_fsdp_actor.plan import Join
 from flowgrpo_fsdp_actor.recompute import make_recomputable, recompute_first
 from torch import nn
 
@@ -26,22 +27,47 @@ def test_two_pairs_of_probes_give_what_a_block_keeps_of_a_row(memory):
     assert memory.activations == pytest.approx(ACTIVATIONS)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 12])
-def test_no_block_recomputes_where_the_rows_fit_without(memory, rows):
-    assert memory.choose(FIXED + 12.5 * BLOCKS * ACTIVATIONS, rows) == (12, 0)
+@pytest.mark.parametrize("fill", [1, 5, 12])
+def test_no_block_recomputes_where_the_rows_fit_without(memory, fill):
+    assert memory.choose(FIXED + 12.5 * BLOCKS * ACTIVATIONS, 48, fill) == Join(12, 0)
+    assert memory.choose(FIXED + 12.5 * BLOCKS * ACTIVATIONS, 7, fill) == Join(7, 0)
 
 
 def test_as_few_blocks_recompute_as_make_the_rows_fit(memory):
     available = FIXED + 6 * BLOCKS * ACTIVATIONS
-    rows, recomputed = memory.choose(available, 12)
-    assert rows == 12
-    assert 0 < recomputed < BLOCKS
-    assert FIXED + 12 * memory.row(recomputed) <= available < FIXED + 12 * memory.row(recomputed - 1)
+    join = memory.choose(available, 48, 12)
+    assert join.rows == 12
+    assert 0 < join.recomputed < BLOCKS
+    assert FIXED + 12 * memory.row(join.recomputed) <= available < FIXED + 12 * memory.row(join.recomputed - 1)
 
 
 def test_where_even_recomputing_everything_is_not_enough_as_many_rows_as_fit_are_taken(memory):
-    assert memory.choose(FIXED + 3.5 * (BLOCKS * INPUTS + ACTIVATIONS), 12) == (3, BLOCKS)
-    assert memory.choose(0.0, 12) == (1, BLOCKS)
+    assert memory.choose(FIXED + 3.5 * (BLOCKS * INPUTS + ACTIVATIONS), 48, 12) == Join(3, BLOCKS)
+    assert memory.choose(0.0, 48, 12) == Join(1, BLOCKS)
+
+
+UNITS = Units(BLOCKS, nbytes=7e8)
+
+
+@pytest.mark.parametrize(("rows", "joined"), [(48, 12), (50, 13), (16, 16), (7, 7)])
+def test_under_fsdp2_memory_beyond_the_rows_that_fill_the_gpu_keeps_blocks_gathered(memory, rows, joined):
+    """Forwards are of one size: of 50 rows, 4 with 13."""
+    taken = FIXED + joined * BLOCKS * ACTIVATIONS
+    assert memory.choose(taken + 5.5 * UNITS.nbytes, rows, 12, units=UNITS) == Join(joined, 0, 5)
+    assert memory.choose(taken + 1e12, rows, 12, units=UNITS) == Join(joined, 0, BLOCKS)
+    assert memory.choose(taken + 1e12, rows, 12, recompute_all=True, units=UNITS) == Join(joined, BLOCKS, BLOCKS)
+
+
+def test_what_a_forward_leaves_free_because_all_are_of_one_size_keeps_blocks_gathered(memory):
+    """15 rows would fit, but 16 make two forwards of 8."""
+    chosen = memory.choose(FIXED + 15 * BLOCKS * ACTIVATIONS, 16, 12, units=UNITS)
+    assert chosen == Join(15, 0, int(7 * BLOCKS * ACTIVATIONS / UNITS.nbytes))
+
+
+def test_no_block_stays_gathered_where_memory_is_short(memory):
+    short = FIXED + 6 * BLOCKS * ACTIVATIONS
+    assert memory.choose(short, 48, 12, units=UNITS) == memory.choose(short, 48, 12)
+    assert memory.choose(0.0, 48, 12, units=UNITS) == Join(1, BLOCKS)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -28,10 +28,12 @@ CASES = [
     Case("full, checkpointed, waves", 4, CHECKPOINTED | {"fsdp_load_wave_size": 1}),
     Case("full, checkpointed, groups that the ranks do not divide", 3, CHECKPOINTED),
     Case("full, weights kept gathered", 4, {"fsdp_reshard_after_forward": False}),
+    Case("full, one block kept gathered", 4, stay_gathered=1),
     Case("lora, two updates", 4, LORA | {"num_updates_per_batch": 2}),
     Case("lora, groups that the ranks do not divide", 3, LORA | {"num_updates_per_batch": 3, "micro_batch_size": 1}),
     Case("lora adapter, checkpointed", 4, ADAPTER | CHECKPOINTED | {"micro_batch_size": 1}),
     Case("lora adapter, checkpointed, groups that the ranks do not divide", 3, ADAPTER | CHECKPOINTED),
+    Case("lora adapter, as many rows and gathered blocks as memory allows", 4, ADAPTER | {"replay_join": None}),
     Case("lora, bf16 with fp32 masters", 4, LORA | MIXED),
 ]
 # Of the largest gradient. Measured on a CPU: 3.5e-7 in fp32, 2.9e-3 with a bf16 forward.

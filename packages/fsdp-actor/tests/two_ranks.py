@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from flowgrpo_fsdp_actor import ActorConfig, FsdpActor, checkpoint_files, gather, init_process_group, sharding
 from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree, save_checkpoint
+from flowgrpo_fsdp_actor.lora import is_lora
 from flowgrpo_fsdp_actor.metrics import ReplayStatistics
 from flowgrpo_fsdp_actor.plan import join_forwards
+from flowgrpo_fsdp_actor.sharding import gathered_units, keep_gathered
 from flowgrpo_fsdp_actor.update import accumulate_gradients
 from flowgrpo_rollout_sglang.wire.manifest import strip_transport_wrappers
 from torch.distributed.tensor import DTensor
@@ -30,6 +32,8 @@ class Case:
     name: str
     group_size: int
     settings: dict[str, Any] = field(default_factory=dict)
+    stay_gathered: int = 0
+    """Blocks of FSDP2, as `choose_join` finds on a GPU."""
 
 
 @dataclass
@@ -58,9 +62,15 @@ def run_case(case: Case, config: ActorConfig, sidecars: list[Path], rank: int, w
     actor = FsdpActor(config, rank, world_size)
     advantages = advantages_of(case, len(sidecars))
     policy = actor._policy
+    if case.stay_gathered:
+        keep_gathered(policy.module, case.stay_gathered)
     replay = actor._replay(sidecars, advantages)
     plan = actor._plan(*advantages.shape, num_updates=1)
     forwards = join_forwards(plan[0], replay.shapes, 6)
+    if world_size > 1:
+        _check_what_stays_gathered(
+            actor, case, sidecars, lambda: replay.score(policy.module, replay.batch(forwards[0]))
+        )
     accumulate_gradients(policy, replay, forwards, None, config, ReplayStatistics())
     named = [(strip_transport_wrappers(n), p) for n, p in policy.module.named_parameters() if p.requires_grad]
     # The last block's text stream leads nowhere, so some weights of a full model have no gradient.
@@ -71,6 +81,22 @@ def run_case(case: Case, config: ActorConfig, sidecars: list[Path], rank: int, w
     published = {name: tensor.cpu().clone() for name, tensor in actor.wire_tensors()}
     assert [(name, tuple(t.shape)) for name, t in published.items()] == actor.wire_manifest_entries()
     return Outcome(gradients, metrics, weights, published)
+
+
+def _check_what_stays_gathered(
+    actor: FsdpActor, case: Case, sidecars: list[Path], forward: Callable[[], object]
+) -> None:
+    """After a forward without a backward, and after the parity check, beside which the engine may need the memory."""
+    units = gathered_units(actor._policy.module)
+
+    def gathered() -> list[bool]:
+        return [not any(isinstance(p, DTensor) for p in unit.parameters()) for unit in units]
+
+    forward()
+    kept = len(units) if not actor.config.fsdp_reshard_after_forward else case.stay_gathered
+    assert gathered() == [False] * (len(units) - kept) + [True] * kept
+    actor.replay_parity(sidecars)
+    assert all(isinstance(p, DTensor) for name, p in actor._policy.module.named_parameters() if not is_lora(name))
 
 
 def advantages_of(case: Case, groups: int) -> torch.Tensor:

@@ -151,8 +151,8 @@ def show(
     console.print(_phase_table(estimate))
     console.print(_seconds_table(estimate))
     console.print(
-        f"A replay forward joins {estimate.join} transitions, "
-        f"{estimate.recomputed} of {estimate.blocks} blocks recompute: "
+        f"A replay forward joins {estimate.join} transitions; of {estimate.blocks} blocks {estimate.recomputed} "
+        f"recompute{f', {estimate.gathered} stay gathered' if estimate.gathered else ''}: "
         f"{estimate.transitions_per_s:.1f} transitions/s a card. "
         f"Host memory for what sleeps: {estimate.host_bytes / GIB:.0f} GiB a card.",
         highlight=False,

@@ -16,7 +16,8 @@ def setup(
 ) -> Workload:
     """Two groups of 8 candidates at 2 steps; a rank replays its half of the candidates of each.
 
-    `gathered`: a block gathered for its forward stays so for its backward. Plain diffusers has no room beside it.
+    As many blocks stay gathered between forward and backward as the actor finds memory for; with `gathered` all of
+    them, by `--no-fsdp-reshard-after-forward`, and plain diffusers has no room beside it.
     """
     from flowgrpo_bench.ranks import Ranks
     from flowgrpo_bench.replay import FsdpReplay, within

@@ -18,7 +18,6 @@ from flowgrpo_rollout_sglang.request import GroupTrajectory
 from flowgrpo_rollout_sglang.wire import FullWeightManifest, Shard, SyncReport, WeightSender, sharded
 from flowgrpo_rollout_sglang.wire.sender import WeightReceiverClient
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from flowgrpo_fsdp_actor import checkpoint
 from flowgrpo_fsdp_actor.adapters import load_adapter
@@ -32,7 +31,7 @@ from flowgrpo_fsdp_actor.out_of_memory import GATHER, LOADING, PARITY, SLEEP, WA
 from flowgrpo_fsdp_actor.plan import MicroBatch, plan_updates
 from flowgrpo_fsdp_actor.publish import Publisher
 from flowgrpo_fsdp_actor.replay import Replay
-from flowgrpo_fsdp_actor.sharding import build_policy
+from flowgrpo_fsdp_actor.sharding import build_policy, reshard
 from flowgrpo_fsdp_actor.sidecars import SidecarReader
 from flowgrpo_fsdp_actor.sleep import DeviceMemory
 from flowgrpo_fsdp_actor.update import Policy, is_degenerate, run_updates
@@ -131,7 +130,9 @@ class FsdpActor:
             replay = self._replay(sidecars, None)
             plan = self._plan(*replay.groups_and_candidates, num_updates=1)
         with fail_together(PARITY):
-            return replay.parity(self._policy.module, plan[0], join or self.config.replay_join or PARITY_JOIN)
+            found = replay.parity(self._policy.module, plan[0], join or self.config.replay_join or PARITY_JOIN)
+            reshard(self._policy.module)  # the engine, which may be next, needs that memory
+        return found
 
     def _plan(self, num_groups: int, group_size: int, *, num_updates: int) -> tuple[tuple[MicroBatch, ...], ...]:
         return plan_updates(
@@ -222,9 +223,7 @@ class FsdpActor:
         """Gives the device memory of weights and optimizer back; returns the bytes freed. Not collective."""
         with fail_together(SLEEP):
             self._policy.optimizer.zero_grad(set_to_none=True)
-            for module in self._policy.module.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            reshard(self._policy.module)
             frozen = [local(p) for p in self._policy.module.parameters() if not p.requires_grad]
             trained = [local(p.data) for p in self._policy.trainable]
             moments = [local(t) for s in self._policy.optimizer.state.values() for t in s.values()]

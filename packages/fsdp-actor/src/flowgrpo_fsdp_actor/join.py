@@ -1,8 +1,9 @@
-"""How many transitions share a forward, and how many blocks recompute, when the settings do not say.
+"""How many transitions share a forward, how many blocks recompute and stay gathered, when the settings do not say.
 
 CPU: enough tokens to fill the cores and no more than the caches like. CUDA: as many as the memory holds,
 decided from the measured cost of a row, not from a formula. Where the rows that fit are too few to fill the GPU,
-the first blocks recompute their activations, as few as make them enough.
+the first blocks recompute their activations, as few as make them enough. Under FSDP2 memory beyond that keeps the last
+blocks gathered between forward and backward: where a forward fills the GPU, that saves more than further rows would.
 Called by: `actor`, once per run.
 """
 
@@ -13,12 +14,14 @@ from math import ceil
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from flowgrpo_fsdp_actor.config import ActorConfig
 from flowgrpo_fsdp_actor.distributed import all_reduced
-from flowgrpo_fsdp_actor.plan import MicroBatch, Transition, join_forwards
+from flowgrpo_fsdp_actor.plan import Join, MicroBatch, Transition, evenly, join_forwards
 from flowgrpo_fsdp_actor.recompute import recompute_first
 from flowgrpo_fsdp_actor.replay import Replay
+from flowgrpo_fsdp_actor.sharding import DTYPES, gathered_units, keep_gathered
 from flowgrpo_fsdp_actor.update import Policy
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,28 @@ MEMORY_SHARE = 0.85
 PROBE_ROWS = (1, 3)
 PROBE_KEPT = 4
 """Blocks that keep their activations in the second pair of probes: few, so that a probe itself always fits."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """The blocks that FSDP2 gathers one by one."""
+
+    count: int
+    nbytes: float
+    """Of the largest, gathered, in the compute dtype."""
+
+    @classmethod
+    def of(cls, policy: Policy, config: ActorConfig) -> "Units | None":
+        """None where nothing is gathered, or where `fsdp_reshard_after_forward` leaves all of it gathered anyhow."""
+        units = gathered_units(policy.module)
+        if not units or not config.fsdp_reshard_after_forward:
+            return None
+        numels = [sum(p.numel() for p in unit.parameters() if isinstance(p, DTensor)) for unit in units]
+        return cls(len(units), float(max(numels) * DTYPES[config.fsdp_param_dtype].itemsize))
+
+    def that_fit(self, available: float) -> int:
+        """How many of them can stay gathered in so many bytes."""
+        return min(self.count, max(0, int(available // self.nbytes)))
 
 
 @dataclass(frozen=True)
@@ -62,46 +87,60 @@ class RowMemory:
         """Bytes of one row where `recomputed` blocks recompute."""
         return recomputed * self.inputs + max(1, self.blocks - recomputed) * self.activations
 
-    def choose(self, available: float, wanted: int) -> tuple[int, int]:
-        """(rows that fit, blocks that recompute): the fewest blocks with which `wanted` rows fit, else all."""
-        for recomputed in range(self.blocks + 1):
-            rows = int((available - self.fixed) // self.row(recomputed))
-            if rows >= wanted:
+    def choose(
+        self, available: float, rows: int, fill: int, *, recompute_all: bool = False, units: Units | None = None
+    ) -> Join:
+        """How `available` bytes serve `rows` rows, of which `fill` fill the GPU.
+
+        The fewest blocks recompute with which `fill` rows fit in a forward, else all. Without `units` a forward takes
+        as many rows as fit; with them no more than fill the GPU in forwards of one size, and the rest keeps blocks
+        gathered.
+        """
+        free = available - self.fixed
+        for recomputed in range(self.blocks if recompute_all else 0, self.blocks + 1):
+            row = self.row(recomputed)
+            if int(free // row) >= min(fill, rows):
                 break
-        return max(1, rows), recomputed
+        fit = max(1, min(int(free // row), rows))
+        if units is None:
+            return Join(fit, recomputed)
+        fit = min(fit, evenly(rows, max(1, rows // fill)))
+        return Join(fit, recomputed, units.that_fit(free - evenly(rows, ceil(rows / fit)) * row))
 
 
 def choose_join(policy: Policy, replay: Replay, plan: Sequence[Sequence[MicroBatch]], config: ActorConfig) -> int:
     """Rows per forward, the same on every rank, and at most those of one update. Collective.
 
-    Leaves as many blocks of the policy recomputing as that takes.
+    Leaves as many blocks of the policy recomputing as that takes, and as many gathered as the memory then allows.
     """
     rows = [row for forward in join_forwards(plan[0], replay.shapes, 1) for row in forward]
     longest = max(rows, key=lambda row: replay.tokens(row.group))
-    recomputed = len(policy.blocks) if config.fsdp_activation_checkpointing else 0
     if config.device == "cpu":
-        fit = max(1, CPU_TOKENS // replay.tokens(longest.group))
+        recomputed = len(policy.blocks) if config.fsdp_activation_checkpointing else 0
+        join = Join(max(1, CPU_TOKENS // replay.tokens(longest.group)), recomputed)
     else:
-        wanted = min(len(rows), ceil(CUDA_TOKENS / replay.tokens(longest.group)))
-        memory = _probe(policy, replay, longest)
-        available = MEMORY_SHARE * _free_bytes()
-        if not config.fsdp_activation_checkpointing:
-            fit, recomputed = memory.choose(available, wanted)
-        else:
-            fit = max(1, int((available - memory.fixed) // memory.row(recomputed)))
-    fit, recomputed = _for_all_ranks(min(fit, len(rows)), recomputed)
-    recompute_first(policy.blocks, recomputed)
-    # Equal forwards rather than full ones and a remainder: one shape, and no rank waits for a stray row.
-    forwards = ceil(len(rows) / fit)
-    join = ceil(len(rows) / forwards)
-    log.info("[replay] %d transitions in a forward, %d of %d blocks recompute", join, recomputed, len(policy.blocks))
-    return join
+        join = _probe(policy, replay, longest).choose(
+            MEMORY_SHARE * _free_bytes(),
+            len(rows),
+            fill=ceil(CUDA_TOKENS / replay.tokens(longest.group)),
+            recompute_all=config.fsdp_activation_checkpointing,
+            units=Units.of(policy, config),
+        )
+    join = _for_all_ranks(join)
+    recompute_first(policy.blocks, join.recomputed)
+    if config.fsdp_reshard_after_forward:
+        keep_gathered(policy.module, join.gathered)
+    joined = evenly(len(rows), ceil(len(rows) / min(join.rows, len(rows))))
+    counts = (joined, len(policy.blocks), join.recomputed, join.gathered)
+    log.info("[replay] %d transitions in a forward; of %d blocks %d recompute, %d stay gathered", *counts)
+    return joined
 
 
-def _for_all_ranks(fit: int, recomputed: int) -> tuple[int, int]:
-    """The fewest rows and the most recomputation that any rank needs."""
-    needs = all_reduced(torch.tensor([-fit, recomputed]), dist.ReduceOp.MAX).tolist()
-    return -needs[0], needs[1]
+def _for_all_ranks(join: Join) -> Join:
+    """The fewest rows, the most recomputation and the fewest gathered blocks that any rank needs."""
+    needs = torch.tensor([-join.rows, join.recomputed, -join.gathered])
+    rows, recomputed, gathered = all_reduced(needs, dist.ReduceOp.MAX).tolist()
+    return Join(-rows, recomputed, -gathered)
 
 
 def _probe(policy: Policy, replay: Replay, row: Transition) -> RowMemory:

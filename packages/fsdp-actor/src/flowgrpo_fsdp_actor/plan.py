@@ -16,6 +16,23 @@ from typing import NamedTuple
 from flowgrpo_fsdp_actor.errors import PlanError
 
 
+@dataclass(frozen=True)
+class Join:
+    """The rows of a replay forward, and what the policy's blocks do for them."""
+
+    rows: int
+    recomputed: int
+    """Blocks that recompute their activations: the first ones."""
+    gathered: int = 0
+    """Blocks of FSDP2 that stay gathered from their forward to their backward: the last ones."""
+
+
+def evenly(rows: int, forwards: int) -> int:
+    """Rows of each of so many forwards: equal ones rather than full ones and a remainder, so that there is one shape
+    and no rank waits for a stray row."""
+    return -(-rows // forwards)
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Some candidates of one group, replayed by this rank."""

@@ -14,13 +14,12 @@ from itertools import islice
 import torch
 from flowgrpo_rollout_sglang.wire.manifest import strip_transport_wrappers
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from flowgrpo_fsdp_actor.adapters.base import GenerativeModelAdapter
 from flowgrpo_fsdp_actor.config import ActorConfig
 from flowgrpo_fsdp_actor.gather import whole_tensors
 from flowgrpo_fsdp_actor.lora import ADAPTER, is_lora
-from flowgrpo_fsdp_actor.sharding import DTYPES
+from flowgrpo_fsdp_actor.sharding import DTYPES, reshard
 
 
 class Publisher:
@@ -43,9 +42,7 @@ class Publisher:
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(wire name, whole tensor), each valid as long as it is held. Collective: to be taken to the end."""
-        for module in self._policy.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # so that named_parameters gives the shards
+        reshard(self._policy)  # so that named_parameters gives the shards
         compute = DTYPES[self._config.fsdp_param_dtype]
         sent = [(name, [p, *self._fold_of(name)]) for name, p in self._policy.named_parameters() if self._is_sent(name)]
         parts = [part for _, of_one in sent for part in of_one]

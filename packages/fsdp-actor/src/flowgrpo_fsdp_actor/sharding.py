@@ -109,6 +109,28 @@ def _compile(model: TrainModel) -> None:
         block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
 
 
+def gathered_units(module: nn.Module) -> list[FSDPModule]:
+    """The blocks that FSDP2 gathers one by one, in order; none where it does not hold the model."""
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule) and unit is not module]
+
+
+def keep_gathered(module: nn.Module, count: int) -> None:
+    """The last `count` blocks stay gathered from their forward to their backward, which begins with them.
+
+    To be called alike on all ranks: each gather is a collective.
+    """
+    units = gathered_units(module)
+    for index, unit in enumerate(units):
+        unit.set_reshard_after_forward(index < len(units) - count, recurse=False)
+
+
+def reshard(module: nn.Module) -> None:
+    """Lets go of what stayed gathered, as after a forward without a backward; all parameters are shards again."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
 @torch.no_grad()
 def _load_in_waves(config: ActorConfig, model: TrainModel, rank: int, world_size: int) -> None:
     """Fills every parameter's local rows; at most `fsdp_load_wave_size` ranks read at a time."""

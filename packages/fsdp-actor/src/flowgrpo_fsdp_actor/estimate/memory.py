@@ -10,7 +10,7 @@ from math import ceil
 from flowgrpo_fsdp_actor.config import ActorConfig
 from flowgrpo_fsdp_actor.estimate.architecture import ATTENTION, DTYPE_BYTES, Adapters, ModelSize
 from flowgrpo_fsdp_actor.estimate.cards import GB, PROCESS_BYTES, Card
-from flowgrpo_fsdp_actor.plan import local_candidates
+from flowgrpo_fsdp_actor.plan import Join, evenly, local_candidates
 
 AUTO_MEMORY_SHARE = 0.85
 """Of the free memory that an automatic `replay_join` fills: `join.MEMORY_SHARE`, which a test holds equal."""
@@ -124,17 +124,21 @@ class MemoryModel:
         return 0.0 if self.config.fsdp_cpu_offload else self.trained_here * self._master
 
     @property
-    def gathered(self) -> float:
-        """What FSDP2 holds in the compute dtype beside the shards, while a model runs."""
+    def in_units(self) -> bool:
+        """Whether FSDP2 holds the model (`sharding.is_sharded`)."""
+        lone = self.config.master_dtype != self.config.fsdp_param_dtype or self.config.fsdp_cpu_offload
+        return self.sharded or (lone and not self.config.is_lora)
+
+    def gathered(self, kept: int = 0) -> float:
+        """What FSDP2 holds in the compute dtype beside the shards, where the last `kept` blocks stay gathered."""
         config, net = self.config, self.model.transformer
-        lone = config.master_dtype != config.fsdp_param_dtype and not config.is_lora
-        if not (self.sharded or lone):
+        if not self.in_units:
             return 0.0
         whole = float(net.parameters * self._compute)
         if self.sharded and not config.fsdp_reshard_after_forward:
             return whole
         reduced = 0.0 if config.is_lora else net.block_parameters * DTYPE_BYTES[config.fsdp_reduce_dtype]
-        return whole * min(1.0, GATHERED_BLOCKS / net.blocks) + reduced
+        return whole * min(1.0, (GATHERED_BLOCKS + kept) / net.blocks) + reduced
 
     def cast_adapters(self, recomputed: int) -> float:
         """A and B in the compute dtype, which blocks that keep their activations keep too (`lora.Factor`)."""
@@ -160,8 +164,8 @@ class MemoryModel:
         working = net.backward_bytes(image, text, compiled=compiled, dtype=dtype)
         return recomputed * net.input_bytes(image, text, dtype=dtype) + max(1, blocks - recomputed) * kept + working
 
-    def replay_peak(self, rows: int, *, forwards: int, recomputed: int) -> dict[str, float]:
-        """The actor alone, in the worst moment of a backward.
+    def replay_peak(self, rows: int, *, forwards: int, recomputed: int, gathered: int = 0) -> dict[str, float]:
+        """The actor alone, in the worst moment of a backward; of the blocks, `gathered` stayed so since their forward.
 
         An update's first forward begins its backward without gradients and ends it without activations: they do
         not add up, unless an earlier forward of the same update has left its gradients.
@@ -177,7 +181,7 @@ class MemoryModel:
         return {
             "actor weights": weights,
             "AdamW": moments,
-            "gathered blocks": self.gathered,
+            "gathered blocks": self.gathered(gathered),
             "cast adapters": self.cast_adapters(recomputed),
             "gradients": gradients,
             "activations": activations,
@@ -189,24 +193,28 @@ class MemoryModel:
         local = len(local_candidates(config.n_samples_per_prompt, rank=0, world_size=world))
         return max(1, self.run.groups * local * self.run.trained_steps // config.num_updates_per_batch)
 
-    def join(self) -> tuple[int, int]:
-        """(rows of a forward, blocks that recompute): as set, or `join.choose_join` with formulas for its probes.
+    def join(self) -> Join:
+        """As set, or `join.choose_join` with formulas for its probes.
 
         The probes are not compiled; the fewest blocks recompute with which enough rows fit to fill the GPU.
         """
         rows, blocks = self.rows_of_update(), self.model.transformer.blocks
         checkpointed = self.config.fsdp_activation_checkpointing
         if self.config.replay_join:
-            return min(self.config.replay_join, rows), blocks if checkpointed else 0
-        taken = sum(self.on_card) + self.gathered + self.engine_while_training() + self.contexts
+            return Join(min(self.config.replay_join, rows), blocks if checkpointed else 0)
+        taken = sum(self.on_card) + self.gathered() + self.engine_while_training() + self.contexts
         available = AUTO_MEMORY_SHARE * (self.card.memory - taken) - self.gradients
-        wanted = min(rows, ceil(AUTO_TOKENS / (self.image + self.run.text_tokens)))
+        fill = ceil(AUTO_TOKENS / (self.image + self.run.text_tokens))
         for recomputed in range(blocks if checkpointed else 0, blocks + 1):
-            fit = int(available / self.row_bytes(recomputed, compiled=False))
-            if fit >= wanted:
+            row = self.row_bytes(recomputed, compiled=False)
+            if int(available / row) >= min(fill, rows):
                 break
-        fit = max(1, min(fit, rows))
-        return ceil(rows / ceil(rows / fit)), recomputed
+        fit, gathered = max(1, min(int(available / row), rows)), 0
+        if self.in_units and self.config.fsdp_reshard_after_forward:
+            fit = min(fit, evenly(rows, max(1, rows // fill)))
+            beside = available - evenly(rows, ceil(rows / fit)) * row
+            gathered = min(blocks, max(0, int(beside / (self.model.transformer.block_parameters * self._compute))))
+        return Join(evenly(rows, ceil(rows / fit)), recomputed, gathered)
 
     # ------------------------------------------------------------------ the engine
 
@@ -250,8 +258,13 @@ class MemoryModel:
         processes = {"processes": self.contexts}
         awake = {} if self.run.offload_train else actor
         beside = {} if self.run.offload_rollout else engine
-        rows, recomputed = self.join()
-        replay = self.replay_peak(rows, forwards=ceil(self.rows_of_update() / rows), recomputed=recomputed)
+        join = self.join()
+        replay = self.replay_peak(
+            join.rows,
+            forwards=ceil(self.rows_of_update() / join.rows),
+            recomputed=join.recomputed,
+            gathered=join.gathered,
+        )
         staging = {"sync buckets": 2.0 * self.run.bucket_mb * (1 << 20), "gathered for the sync": self._sync_gather()}
         taking = engine | ({"engine text encoder, VAE": 0.0} if self.run.offload_rollout else {})
         phases = [

@@ -50,6 +50,8 @@ class Estimate:
     """Transitions of a replay forward."""
     recomputed: int
     """Blocks that recompute their activations, of `blocks`."""
+    gathered: int
+    """Blocks that stay gathered from their forward to their backward because memory allows it, of `blocks`."""
     blocks: int
     transitions_per_s: float
     """Of one card, while it replays."""
@@ -94,6 +96,7 @@ class Estimate:
             "seconds": self.seconds | {"total": sum(self.seconds.values())},
             "replay_join": self.join,
             "recomputed_blocks": self.recomputed,
+            "gathered_blocks": self.gathered,
             "transitions_per_s_per_card": self.transitions_per_s,
             "replay_waits_for_host": self.waits_for_host,
             "parameters": self.parameters,
@@ -106,18 +109,19 @@ class Estimate:
 def estimate_run(model: ModelSize, config: ActorConfig, run: RunShape, card: Card) -> Estimate:
     """Memory and time of a recipe on `run.world_size` cards. Raises TrainableBoundaryError for an unknown target."""
     memory = MemoryModel(model, config, run, card)
-    phases, (join, recomputed), seconds = memory.phases(), memory.join(), rollout_seconds(memory)
+    phases, join, seconds = memory.phases(), memory.join(), rollout_seconds(memory)
     worst = max(phase.total for phase in phases)
     return Estimate(
         card=card,
         world_size=run.world_size,
         phases=phases,
         seconds=seconds,
-        join=join,
-        recomputed=recomputed,
+        join=join.rows,
+        recomputed=join.recomputed,
+        gathered=join.gathered,
         blocks=model.transformer.blocks,
-        transitions_per_s=join / replay_seconds(memory, join, recomputed),
-        waits_for_host=waits_for_host(memory, join, recomputed),
+        transitions_per_s=join.rows / replay_seconds(memory, join.rows, join.recomputed, join.gathered),
+        waits_for_host=waits_for_host(memory, join.rows, join.recomputed),
         trained=memory.trained,
         parameters=model.transformer.parameters,
         host_bytes=memory.host_bytes(),
@@ -133,7 +137,7 @@ def _remedies(model: ModelSize, config: ActorConfig, run: RunShape, card: Card) 
         if peak <= card.memory:
             yield Remedy(change, peak)
     memory = MemoryModel(model, config, run, card)
-    for join in range(memory.join()[0] - 1, 0, -1):
+    for join in range(memory.join().rows - 1, 0, -1):
         if (peak := _peak(model, replace(config, replay_join=join), run, card)) <= card.memory:
             yield Remedy(f"--replay-join {join}", peak)
             break

@@ -55,15 +55,17 @@ def waits_for_host(memory: MemoryModel, rows: int, recomputed: int) -> bool:
     return both > 1.1 * work
 
 
-def replay_seconds(memory: MemoryModel, rows: int, recomputed: int) -> float:
-    """Forward and backward of one joined forward, with what FSDP2 gathers for it.
+def replay_seconds(memory: MemoryModel, rows: int, recomputed: int, gathered: int = 0) -> float:
+    """Forward and backward of one joined forward, with what FSDP2 gathers for it: all blocks for the forward, and those
+    that did not stay `gathered` for the backward.
 
     On two H200 the gathers added to the time instead of hiding behind it: 967 + 2 x 75 ms were 1119 ms in truth.
     """
     config = memory.config
     forwards = 1.0 + recomputed / memory.model.transformer.blocks
     seconds = pass_seconds(memory, rows, forwards=forwards, backwards=1, compiled=config.replay_compile)
-    gathers = 2 if config.fsdp_reshard_after_forward else 1
+    again = 1.0 - gathered / memory.model.transformer.blocks
+    gathers = 1.0 + (again if config.fsdp_reshard_after_forward else 0.0)
     if not config.is_lora:
         gathers += 2 if config.fsdp_reduce_dtype == "fp32" else 1  # the gradients' reduction moves as much, or twice
     return seconds + gathers * gather_seconds(memory)
@@ -82,11 +84,12 @@ def gather_seconds(memory: MemoryModel) -> float:
 def rollout_seconds(memory: MemoryModel) -> dict[str, float]:
     """Seconds of each part of one rollout, on the card that has most to do."""
     config = memory.config
-    rows, (join, recomputed) = memory.rows_of_update(), memory.join()
-    per_update = ceil(rows / join)
-    replay = config.num_updates_per_batch * per_update * replay_seconds(memory, join, recomputed)
+    rows, join = memory.rows_of_update(), memory.join()
+    per_update = ceil(rows / join.rows)
+    seconds = replay_seconds(memory, join.rows, join.recomputed, join.gathered)
+    replay = config.num_updates_per_batch * per_update * seconds
     anchored = config.num_updates_per_batch - (0 if config.fsdp_debug_fingerprint else 1)
-    anchors = anchored * per_update * anchor_seconds(memory, join)
+    anchors = anchored * per_update * anchor_seconds(memory, join.rows)
     moved = memory.trained_here * 7.0 * DTYPE_BYTES[config.master_dtype]  # 4 read, 3 written
     return {
         "sampling": _sampling(memory),
