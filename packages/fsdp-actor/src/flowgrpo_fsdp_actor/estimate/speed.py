@@ -1,9 +1,9 @@
 """Seconds of one rollout: arithmetic at the paces of `cards`, copies at the rates of the card.
 
-A pass takes sqrt(work^2 + launches^2): the card is busy in large forwards, the host that launches in small ones.
-The exponent, `Pace.blend`, is a choice. Against the held-out measurements it is within 8 % for compiled forwards of 16
-and more, on one card and two, 16 % low for eager ones of 1 to 16 with checkpointing, up to 40 % low for forwards of 3
-and 4: a floor.
+A pass takes as long as the longer of its arithmetic and its launches, nearly: the card decides in large forwards, the
+host that launches in small ones (`Pace.blend`). Against what was held out it is within 8 % for compiled forwards of 8
+rows and more, on one card and two, and for the server; 10 % low for eager ones of 16 with checkpointing. Forwards of
+1 to 4 rows are as fast as the host, whose own times differed by up to 40 % from run to run.
 
 Left out, because nothing was measured or it is not the trainer's: scoring, text encoding, writing sidecars and
 checkpoints, start-up, compilation, and what FSDP2 copies on one card for masters in another dtype (a full training of
@@ -13,8 +13,8 @@ checkpoints, start-up, compilation, and what FSDP2 copies on one card for master
 from math import ceil
 
 from flowgrpo_fsdp_actor.estimate.architecture import DTYPE_BYTES
-from flowgrpo_fsdp_actor.estimate.cards import COMPILED, EAGER, GB, H200, Pace
-from flowgrpo_fsdp_actor.estimate.memory import MemoryModel
+from flowgrpo_fsdp_actor.estimate.cards import COMPILED, EAGER, GB, GRAPHED, H200, Pace
+from flowgrpo_fsdp_actor.estimate.memory import MemoryModel, RunShape
 
 PAGEABLE_TO_HOST, PAGEABLE_TO_DEVICE = 1.1 * GB, 4.2 * GB
 """Stock SGLang's `module.to`, 7.6 GB in 7.0 s and back in 1.8 s on the H200: what `DiffusersEngine` does too."""
@@ -27,32 +27,40 @@ WIRE_FLOOR_S = 0.01
 """An adapter of 377 MB took 10.5 ms."""
 
 
-def pass_seconds(memory: MemoryModel, rows: int, *, forwards: float, backwards: int, compiled: bool) -> float:
-    """One call of the model with `rows` rows: `forwards` forwards (2 where all blocks recompute) and a backward."""
-    pace = COMPILED if compiled else EAGER
-    work, launches = _work_and_launches(memory, pace, rows, forwards, backwards)
+def pass_seconds(memory: MemoryModel, pace: Pace, rows: int, *, recomputed: int = 0, backward: bool = True) -> float:
+    """One forward with `rows` rows, and its backward, in which `recomputed` blocks run again."""
+    work, launches = _work_and_launches(memory, pace, rows, recomputed, backward)
     return (work**pace.blend + launches**pace.blend) ** (1.0 / pace.blend)
 
 
 def _work_and_launches(
-    memory: MemoryModel, pace: Pace, rows: int, forwards: float, backwards: int
+    memory: MemoryModel, pace: Pace, rows: int, recomputed: int, backward: bool
 ) -> tuple[float, float]:
-    """Seconds of the card for the arithmetic of a call, and of the host to launch it."""
+    """Seconds of the card for the arithmetic of a pass, and of the host to launch it."""
     net, config, run = memory.model.transformer, memory.config, memory.run
     faster = memory.card.matmul / H200.matmul
     ahead = net.forward_flops(memory.image, run.text_tokens, memory.adapters) / pace.forward
     back = net.backward_flops(memory.image, run.text_tokens, memory.adapters, full=not config.is_lora) / pace.backward
-    work = rows * (forwards * ahead + backwards * back) / faster
-    return work, net.blocks * (forwards * pace.launch_forward + backwards * pace.launch_backward)
+    work = rows * ((1.0 + recomputed / net.blocks) * ahead + backward * back) / faster
+    launches = net.blocks * (pace.launch_forward + backward * pace.launch_backward) + recomputed * pace.launch_again
+    return work, launches
 
 
 def waits_for_host(memory: MemoryModel, rows: int, recomputed: int) -> bool:
-    """Whether launching a replay forward of `rows` rows makes it more than a tenth slower than its arithmetic."""
-    pace = COMPILED if memory.config.replay_compile else EAGER
-    forwards = 1.0 + recomputed / memory.model.transformer.blocks
-    work, _ = _work_and_launches(memory, pace, rows, forwards, 1)
-    both = pass_seconds(memory, rows, forwards=forwards, backwards=1, compiled=memory.config.replay_compile)
-    return both > 1.1 * work
+    """Whether a replay forward of `rows` rows takes longer to launch than to compute."""
+    work, launches = _work_and_launches(memory, _replay_pace(memory), rows, recomputed, backward=True)
+    return launches > work
+
+
+def _replay_pace(memory: MemoryModel) -> Pace:
+    return COMPILED if memory.config.replay_compile else EAGER
+
+
+def engine_pace(run: RunShape) -> Pace:
+    """Of the engine's forwards."""
+    if not run.engine.compiled:
+        return EAGER
+    return GRAPHED if run.engine.graphs and run.cuda_graphs and run.engine_gpus == 1 else COMPILED
 
 
 def replay_seconds(memory: MemoryModel, rows: int, recomputed: int, gathered: int = 0) -> float:
@@ -62,8 +70,7 @@ def replay_seconds(memory: MemoryModel, rows: int, recomputed: int, gathered: in
     On two H200 the gathers added to the time instead of hiding behind it: 967 + 2 x 75 ms were 1119 ms in truth.
     """
     config = memory.config
-    forwards = 1.0 + recomputed / memory.model.transformer.blocks
-    seconds = pass_seconds(memory, rows, forwards=forwards, backwards=1, compiled=config.replay_compile)
+    seconds = pass_seconds(memory, _replay_pace(memory), rows, recomputed=recomputed)
     again = 1.0 - gathered / memory.model.transformer.blocks
     gathers = 1.0 + (again if config.fsdp_reshard_after_forward else 0.0)
     if not config.is_lora:
@@ -73,7 +80,7 @@ def replay_seconds(memory: MemoryModel, rows: int, recomputed: int, gathered: in
 
 def anchor_seconds(memory: MemoryModel, rows: int) -> float:
     """One forward without gradients, for the anchors of the updates after the first."""
-    seconds = pass_seconds(memory, rows, forwards=1, backwards=0, compiled=memory.config.replay_compile)
+    seconds = pass_seconds(memory, _replay_pace(memory), rows, backward=False)
     return seconds + gather_seconds(memory)
 
 
@@ -117,7 +124,7 @@ def _decoding(memory: MemoryModel) -> float:
 def _sampling(memory: MemoryModel) -> float:
     run, config, candidates = memory.run, memory.config, _candidates(memory)
     rows = min(run.engine_rows, candidates)
-    forward = pass_seconds(memory, rows, forwards=1, backwards=0, compiled=run.engine.compiled)
+    forward = pass_seconds(memory, engine_pace(run), rows, backward=False)
     return ceil(candidates / rows) * config.sampling.num_inference_steps * forward
 
 
