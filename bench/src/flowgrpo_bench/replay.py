@@ -81,7 +81,8 @@ class ReplayWork:
 
     def choose_join(self) -> int:
         """As the actor does before its first update: sets what its blocks do, too."""
-        return choose_join(self.policy, self.replay, self._plan, self.config)
+        limit = choose_join(self.policy, self.replay, self._plan, self.config)
+        return limit.rows_of(self.replay, self._plan)
 
     def forwards(self, join: int) -> Sequence[Sequence[Transition]]:
         return join_forwards(self._plan[0], self.replay.shapes, join)

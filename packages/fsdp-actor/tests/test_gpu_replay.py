@@ -134,13 +134,13 @@ def test_rows_and_recomputed_blocks_are_chosen_by_the_memory_that_is_free(make_a
     replay = actor._replay(rollout, ADVANTAGES)
     plan = actor._plan(len(TEXTS), 4, num_updates=1)
     blocks = actor._policy.blocks
-    assert join.choose_join(actor._policy, replay, plan, actor.config) == 24
+    assert join.choose_join(actor._policy, replay, plan, actor.config).rows_of(replay, plan) == 24
     assert not any(block.recomputes for block in blocks)
     limits = (120e6, 60e6)
     chosen = []
     for limit in limits:
         monkeypatch.setattr(join, "_free_bytes", lambda limit=limit: limit)
-        rows = join.choose_join(actor._policy, replay, plan, actor.config)
+        rows = join.choose_join(actor._policy, replay, plan, actor.config).rows_of(replay, plan)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         gradients(actor, rollout, rows)

@@ -1,10 +1,15 @@
 """How many rows share a forward, how many blocks recompute and stay gathered, from what probes measured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from flowgrpo_fsdp_actor.join import PROBE_KEPT, PROBE_ROWS, RowMemory, Units
-from flowgrpo_fsdp_actor.plan import Join
-from flowgrpo_fsdp_actor.recompute import make_recomputable, recompute_first
+from flowgrpo_fsdp_actor import ActorConfig, join
+from flowgrpo_fsdp_actor.join import MEMORY_SHARE, PROBE_KEPT, PROBE_ROWS, ForwardLimit, RowMemory, Units, choose_join
+from flowgrpo_fsdp_actor.plan import GroupShape, Join, Transition, plan_updates
+from flowgrpo_fsdp_actor.recompute import RecomputableForward, make_recomputable, recompute_first
+from flowgrpo_fsdp_actor.update import Policy
+from flowgrpo_rollout_sglang.config import SamplingConfig
 from torch import nn
 
 BLOCKS, FIXED, INPUTS, ACTIVATIONS = 60, 2e9, 9e6, 58e6
@@ -35,10 +40,10 @@ def test_no_block_recomputes_where_the_rows_fit_without(memory, fill):
 
 def test_as_few_blocks_recompute_as_make_the_rows_fit(memory):
     available = FIXED + 6 * BLOCKS * ACTIVATIONS
-    join = memory.choose(available, 48, 12)
-    assert join.rows == 12
-    assert 0 < join.recomputed < BLOCKS
-    assert FIXED + 12 * memory.row(join.recomputed) <= available < FIXED + 12 * memory.row(join.recomputed - 1)
+    found = memory.choose(available, 48, 12)
+    assert found.rows == 12
+    assert 0 < found.recomputed < BLOCKS
+    assert FIXED + 12 * memory.row(found.recomputed) <= available < FIXED + 12 * memory.row(found.recomputed - 1)
 
 
 def test_where_even_recomputing_everything_is_not_enough_as_many_rows_as_fit_are_taken(memory):
@@ -68,6 +73,77 @@ def test_no_block_stays_gathered_where_memory_is_short(memory):
     short = FIXED + 6 * BLOCKS * ACTIVATIONS
     assert memory.choose(short, 48, 12, units=UNITS) == memory.choose(short, 48, 12)
     assert memory.choose(0.0, 48, 12, units=UNITS) == Join(1, BLOCKS)
+
+
+# ---------------------------------------------------------------------- rollouts with other texts
+
+
+class Texts:
+    """What is asked of a `Replay`: groups of pictures of 576 tokens with texts of these lengths."""
+
+    def __init__(self, *lengths):
+        self.shapes = [GroupShape(384, 384, num_steps=3, text_tokens=length) for length in lengths]
+
+    def tokens(self, group):
+        return 576 + self.shapes[group].text_tokens
+
+
+def planned(replay, candidates=8):
+    groups = len(replay.shapes)
+    return plan_updates(groups, candidates, rank=0, world_size=1, num_updates=1, micro_batch_size=0)
+
+
+def chosen(config, memory, monkeypatch, first, free=FIXED + 17.5 * BLOCKS * ACTIVATIONS):
+    """What the first rollout makes of `free` bytes on a GPU, or on the CPU, and what it did to the blocks."""
+    monkeypatch.setattr(join, "_probe", lambda *_: memory)
+    monkeypatch.setattr(join, "_free_bytes", lambda: free / MEMORY_SHARE)
+    blocks = [RecomputableForward(lambda x: x) for _ in range(BLOCKS)]
+    limit = choose_join(Policy(nn.Module(), [], None, blocks), first, planned(first), config)
+    return limit, sum(block.recomputes for block in blocks)
+
+
+@pytest.fixture
+def config():
+    sampling = SamplingConfig(height=384, width=384, num_inference_steps=8, sde_indices=(1, 3, 5), num_sde_steps=3)
+    return ActorConfig(model_path="", sampling=sampling, device="cuda")
+
+
+def test_a_later_rollout_with_longer_texts_has_fewer_rows_in_a_forward_and_one_with_shorter_texts_no_more(
+    config, memory, monkeypatch
+):
+    """17 rows of 704 tokens fit, 11,968 in all; an update of 48 has 3 forwards of 16, with 1,000 text tokens 7 of 7."""
+    limit, recomputing = chosen(config, memory, monkeypatch, Texts(128, 20))
+    assert (limit, recomputing) == (ForwardLimit(rows=17, tokens=17 * 704), 0)
+    rows = {length: limit.rows_of(Texts(9, length), planned(Texts(9, length))) for length in (128, 9, 400, 1000, 20000)}
+    assert rows == {128: 16, 9: 16, 400: 12, 1000: 7, 20000: 1}
+
+
+def test_a_first_rollout_of_few_rows_does_not_limit_longer_texts_to_less_than_the_memory_holds(
+    config, memory, monkeypatch
+):
+    first = Texts(128)
+    limit, _ = chosen(config, memory, monkeypatch, first)
+    assert limit == ForwardLimit(rows=17, tokens=17 * 704)
+    config = replace(config, num_updates_per_batch=2)
+    monkeypatch.setattr(join, "rows_of_update", lambda replay, plan: [Transition(0, 0, 0)] * 4)
+    limit, _ = chosen(config, memory, monkeypatch, first)
+    assert limit == ForwardLimit(rows=4, tokens=17 * 704)
+
+
+def test_on_a_cpu_the_rows_of_a_rollout_depend_on_its_own_texts_alone(config, memory, monkeypatch):
+    """So a run that was resumed joins as the one that was not, and has its bits."""
+    config = replace(config, device="cpu", fsdp_activation_checkpointing=True)
+    rollouts = [Texts(20), Texts(900, 3), Texts(128, 128)]
+    rows = []
+    for first in rollouts:
+        limit, recomputing = chosen(config, memory, monkeypatch, first)
+        assert recomputing == BLOCKS
+        rows.append([limit.rows_of(later, planned(later)) for later in rollouts])
+    assert rows[0] == rows[1] == rows[2]
+    assert len(set(rows[0])) == 3
+
+
+# ---------------------------------------------------------------------- recomputing
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

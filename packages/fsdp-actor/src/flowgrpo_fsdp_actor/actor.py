@@ -24,7 +24,7 @@ from flowgrpo_fsdp_actor.adapters import load_adapter
 from flowgrpo_fsdp_actor.config import ActorConfig
 from flowgrpo_fsdp_actor.distributed import agree, fail_together
 from flowgrpo_fsdp_actor.errors import ActorAsleep, ConfigRefused, PlanError
-from flowgrpo_fsdp_actor.join import choose_join
+from flowgrpo_fsdp_actor.join import ForwardLimit, choose_join
 from flowgrpo_fsdp_actor.metrics import memory_metrics
 from flowgrpo_fsdp_actor.optimizer import local, lr_at_step, make_adamw
 from flowgrpo_fsdp_actor.out_of_memory import GATHER, LOADING, PARITY, SLEEP, WAKE
@@ -71,7 +71,7 @@ class FsdpActor:
         self._publisher = Publisher(config, self._adapter, module)
         self._memory = DeviceMemory()
         self._sidecars = SidecarReader()
-        self._join = config.replay_join
+        self._limit: ForwardLimit | None = None
 
     # ------------------------------------------------------------------ training
 
@@ -107,15 +107,20 @@ class FsdpActor:
             G, N = advantages_GN.shape
             plan = self._plan(G, N, num_updates=config.num_updates_per_batch)
         with fail_together(f"the update of rollout {rollout_id}"):
-            self._join = self._join or choose_join(self._policy, replay, plan, config)
+            join = config.replay_join or self._chosen_join(replay, plan)
             if self._device.type == "cuda":  # the peak of this update, not of the probes or of an earlier one
                 torch.cuda.reset_peak_memory_stats(self._device)
-            metrics = run_updates(self._policy, replay, plan, self._join, config, f"rollout {rollout_id}")
+            metrics = run_updates(self._policy, replay, plan, join, config, f"rollout {rollout_id}")
             metrics |= memory_metrics(self._device)
         seconds = time.perf_counter() - started
         transitions = N * sum(shape.num_steps for shape in replay.shapes)
         speed = {"perf/train_transitions_per_s": transitions / seconds, "perf/train_samples_per_s": G * N / seconds}
         return self._report(metrics | speed)
+
+    def _chosen_join(self, replay: Replay, plan: Sequence[Sequence[MicroBatch]]) -> int:
+        """Rows of a forward of this rollout. The first one is measured, for the run."""
+        self._limit = self._limit or choose_join(self._policy, replay, plan, self.config)
+        return self._limit.rows_of(replay, plan)
 
     def replay_parity(
         self, sidecars: Sequence[Path | str | GroupTrajectory], join: int | None = None

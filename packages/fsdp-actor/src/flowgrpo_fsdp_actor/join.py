@@ -1,9 +1,10 @@
 """How many transitions share a forward, how many blocks recompute and stay gathered, when the settings do not say.
 
-CPU: enough tokens to fill the cores and no more than the caches like. CUDA: as many as the memory holds,
-decided from the measured cost of a row, not from a formula. Where the rows that fit are too few to fill the GPU,
-the first blocks recompute their activations, as few as make them enough. Under FSDP2 memory beyond that keeps the last
-blocks gathered between forward and backward: where a forward fills the GPU, that saves more than further rows would.
+CPU: enough tokens to fill the cores and no more than the caches like. CUDA: as many as the memory holds, decided from
+the measured cost of a row, not from a formula; a rollout with longer texts has fewer rows in a forward. Where the rows
+that fit are too few to fill the GPU, the first blocks recompute their activations, as few as make them enough. Under
+FSDP2 memory beyond that keeps the last blocks gathered between forward and backward: where a forward fills the GPU,
+that saves more than further rows would.
 Called by: `actor`, once per run.
 """
 
@@ -107,40 +108,64 @@ class RowMemory:
         fit = min(fit, evenly(rows, max(1, rows // fill)))
         return Join(fit, recomputed, units.that_fit(free - evenly(rows, ceil(rows / fit)) * row))
 
+    def rows_beside(self, available: float, join: Join, units: Units | None) -> int:
+        """How many rows would fit, with what `join` recomputes and keeps gathered; at least those of `join`."""
+        gathered = join.gathered * units.nbytes if units else 0.0
+        return max(join.rows, int((available - self.fixed - gathered) // self.row(join.recomputed)))
 
-def choose_join(policy: Policy, replay: Replay, plan: Sequence[Sequence[MicroBatch]], config: ActorConfig) -> int:
-    """Rows per forward, the same on every rank, and at most those of one update. Collective.
+
+@dataclass(frozen=True)
+class ForwardLimit:
+    """How much a forward may hold. Set once a run; good for rollouts with texts of any length."""
+
+    rows: int
+    tokens: int
+    """Image and text tokens of all its rows, padding included."""
+
+    def rows_of(self, replay: Replay, plan: Sequence[Sequence[MicroBatch]]) -> int:
+        """Rows of each forward of this rollout: what its longest text leaves room for, in forwards of one size."""
+        rows = rows_of_update(replay, plan)
+        longest = max(replay.tokens(row.group) for row in rows)
+        fit = max(1, min(self.rows, self.tokens // longest, len(rows)))
+        return evenly(len(rows), ceil(len(rows) / fit))
+
+
+def choose_join(
+    policy: Policy, replay: Replay, plan: Sequence[Sequence[MicroBatch]], config: ActorConfig
+) -> ForwardLimit:
+    """What a forward may hold, the same on every rank. Collective.
 
     Leaves as many blocks of the policy recomputing as that takes, and as many gathered as the memory then allows.
     """
-    rows = [row for forward in join_forwards(plan[0], replay.shapes, 1) for row in forward]
-    longest = max(rows, key=lambda row: replay.tokens(row.group))
+    rows = rows_of_update(replay, plan)
     if config.device == "cpu":
-        recomputed = len(policy.blocks) if config.fsdp_activation_checkpointing else 0
-        join = Join(max(1, CPU_TOKENS // replay.tokens(longest.group)), recomputed)
-    else:
-        join = _probe(policy, replay, longest).choose(
-            MEMORY_SHARE * _free_bytes(),
-            len(rows),
-            fill=ceil(CUDA_TOKENS / replay.tokens(longest.group)),
-            recompute_all=config.fsdp_activation_checkpointing,
-            units=Units.of(policy, config),
-        )
-    join = _for_all_ranks(join)
+        recompute_first(policy.blocks, len(policy.blocks) if config.fsdp_activation_checkpointing else 0)
+        return ForwardLimit(rows=len(rows), tokens=CPU_TOKENS)
+    longest = max(rows, key=lambda row: replay.tokens(row.group))
+    tokens, units = replay.tokens(longest.group), Units.of(policy, config)
+    memory, available = _probe(policy, replay, longest), MEMORY_SHARE * _free_bytes()
+    fill = ceil(CUDA_TOKENS / tokens)
+    mine = memory.choose(available, len(rows), fill, recompute_all=config.fsdp_activation_checkpointing, units=units)
+    join, fit = _for_all_ranks(mine, memory.rows_beside(available, mine, units))
     recompute_first(policy.blocks, join.recomputed)
     if config.fsdp_reshard_after_forward:
         keep_gathered(policy.module, join.gathered)
-    joined = evenly(len(rows), ceil(len(rows) / min(join.rows, len(rows))))
-    counts = (joined, len(policy.blocks), join.recomputed, join.gathered)
-    log.info("[replay] %d transitions in a forward; of %d blocks %d recompute, %d stay gathered", *counts)
-    return joined
+    limit = ForwardLimit(join.rows, fit * tokens)
+    counts = (limit.rows, limit.tokens, len(policy.blocks), join.recomputed, join.gathered)
+    log.info("[replay] up to %d rows and %d tokens in a forward; of %d blocks %d recompute, %d stay gathered", *counts)
+    return limit
 
 
-def _for_all_ranks(join: Join) -> Join:
+def rows_of_update(replay: Replay, plan: Sequence[Sequence[MicroBatch]]) -> list[Transition]:
+    """This rank's rows of an optimizer step; every step has as many, on every rank."""
+    return [row for forward in join_forwards(plan[0], replay.shapes, 1) for row in forward]
+
+
+def _for_all_ranks(join: Join, fit: int) -> tuple[Join, int]:
     """The fewest rows, the most recomputation and the fewest gathered blocks that any rank needs."""
-    needs = torch.tensor([-join.rows, join.recomputed, -join.gathered])
-    rows, recomputed, gathered = all_reduced(needs, dist.ReduceOp.MAX).tolist()
-    return Join(-rows, recomputed, -gathered)
+    needs = torch.tensor([-join.rows, join.recomputed, -join.gathered, -fit])
+    rows, recomputed, gathered, fit = all_reduced(needs, dist.ReduceOp.MAX).tolist()
+    return Join(-rows, recomputed, -gathered), -fit
 
 
 def _probe(policy: Policy, replay: Replay, row: Transition) -> RowMemory:

@@ -121,9 +121,9 @@ class Replay:
         return torch.stack([self._groups[row.group].engine_logp_NS[row.candidate, row.step] for row in rows])
 
     def tokens(self, group: int) -> int:
-        """Image and text tokens of one row of `group`."""
+        """Image and text tokens of one row of `group`, its text padded to its bucket."""
         packed = self._groups[group]
-        return packed.x_NSPC.shape[2] + packed.prompt_embeds_LE.shape[0]
+        return packed.x_NSPC.shape[2] + self._padded(packed.prompt_embeds_LE.shape[0])
 
     def parity(self, policy: nn.Module, micro_batches: Sequence[MicroBatch], join: int) -> dict[int, float]:
         """Largest |ratio - 1| over the ranks of replay against the engine's log-probs, by trained step index."""
@@ -141,8 +141,7 @@ class Replay:
         members = list(dict.fromkeys(groups))
         embeds = [self._group_embeds(group) for group in members]
         lengths = torch.tensor([e.shape[0] for e in embeds])
-        bucket = TEXT_BUCKET if self._compiled else 1
-        width = -(-int(lengths.max()) // bucket) * bucket
+        width = self._padded(int(lengths.max()))
         if len(members) == 1 and width == int(lengths[0]):
             return ReplayConditions(embeds[0][None].expand(len(groups), -1, -1), None, first.height, first.width)
         row_of = torch.tensor([members.index(group) for group in groups])
@@ -151,6 +150,10 @@ class Replay:
         if bool((lengths != width).any()):
             mask_RL = self._to_device(torch.arange(width) < lengths[row_of, None])
         return ReplayConditions(padded_MLE[self._to_device(row_of)], mask_RL, first.height, first.width)
+
+    def _padded(self, text_tokens: int) -> int:
+        bucket = TEXT_BUCKET if self._compiled else 1
+        return -(-text_tokens // bucket) * bucket
 
     def _group_embeds(self, group: int) -> Tensor:
         """[L, E] of one prompt, sent to the device once a rollout."""
