@@ -25,6 +25,7 @@ from flowgrpo_rollout_sglang.server.launch import FOLDER_VARIABLE, PARENT_VARIAB
 LOG_TAIL_LINES = 40
 _LOOK_EVERY_S = 0.25
 _STOP_WITHIN_S = 10.0
+_REUSE_WITHIN_S = 2.0
 _ATTEMPTS = 3
 _PORT_TAKEN = ("address already in use", "is unavailable and --strict-ports")
 
@@ -140,6 +141,8 @@ class ServerProcess:
             base_url=f"http://127.0.0.1:{port}",
             headers={"authorization": f"Bearer {self.token}"},
             timeout=httpx.Timeout(None, connect=10.0),  # a request may take long; a dead server closes the connection
+            # uvicorn closes a connection that is idle for 5 s, and httpx would send on one that is that moment closed.
+            limits=httpx.Limits(keepalive_expiry=_REUSE_WITHIN_S),
             trust_env=False,
         )
 
