@@ -1,13 +1,15 @@
 """How many rows share a forward, how many blocks recompute and stay gathered, from what probes measured."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from flowgrpo_fsdp_actor import ActorConfig, join
-from flowgrpo_fsdp_actor.join import MEMORY_SHARE, PROBE_KEPT, PROBE_ROWS, ForwardLimit, RowMemory, Units, choose_join
-from flowgrpo_fsdp_actor.plan import GroupShape, Join, Transition, plan_updates
-from flowgrpo_fsdp_actor.recompute import RecomputableForward, make_recomputable, recompute_first
+from flowgrpo_fsdp_actor.join import MEMORY_SHARE, PROBE_KEPT, PROBE_ROWS, RowMemory, Units, choose_join, few_sizes
+from flowgrpo_fsdp_actor.optimizer import missing_moments
+from flowgrpo_fsdp_actor.plan import GroupShape, Join, plan_updates
+from flowgrpo_fsdp_actor.recompute import RecomputableForward, make_recomputable, recompute_first, recomputing
 from flowgrpo_fsdp_actor.update import Policy
 from flowgrpo_rollout_sglang.config import SamplingConfig
 from torch import nn
@@ -88,17 +90,25 @@ class Texts:
         return 576 + self.shapes[group].text_tokens
 
 
-def planned(replay, candidates=8):
+def planned(replay, candidates=8, updates=1):
     groups = len(replay.shapes)
-    return plan_updates(groups, candidates, rank=0, world_size=1, num_updates=1, micro_batch_size=0)
+    return plan_updates(groups, candidates, rank=0, world_size=1, num_updates=updates, micro_batch_size=0)
 
 
-def chosen(config, memory, monkeypatch, first, free=FIXED + 17.5 * BLOCKS * ACTIVATIONS):
-    """What the first rollout makes of `free` bytes on a GPU, or on the CPU, and what it did to the blocks."""
+class Optimizer(torch.optim.AdamW):
+    def __init__(self):
+        super().__init__([torch.zeros(3)])
+
+
+def chosen(config, memory, monkeypatch, first, *, candidates=8, updates=1, moments=0):
+    """What the first rollout makes of memory for 17 rows on a GPU, or of the CPU, and how many blocks recompute."""
+    free = FIXED + 17.5 * BLOCKS * ACTIVATIONS
     monkeypatch.setattr(join, "_probe", lambda *_: memory)
     monkeypatch.setattr(join, "_free_bytes", lambda: free / MEMORY_SHARE)
+    monkeypatch.setattr(join, "missing_moments", lambda optimizer: moments)
     blocks = [RecomputableForward(lambda x: x) for _ in range(BLOCKS)]
-    limit = choose_join(Policy(nn.Module(), [], None, blocks), first, planned(first), config)
+    plan = planned(first, candidates, updates)
+    limit = choose_join(Policy(nn.Module(), [], Optimizer(), blocks), first, plan, config)
     return limit, sum(block.recomputes for block in blocks)
 
 
@@ -108,26 +118,59 @@ def config():
     return ActorConfig(model_path="", sampling=sampling, device="cuda")
 
 
+def rows_with(limit, *texts, updates=1):
+    return limit.rows_of(Texts(*texts), planned(Texts(*texts), updates=updates))
+
+
 def test_a_later_rollout_with_longer_texts_has_fewer_rows_in_a_forward_and_one_with_shorter_texts_no_more(
     config, memory, monkeypatch
 ):
-    """17 rows of 704 tokens fit, 11,968 in all; an update of 48 has 3 forwards of 16, with 1,000 text tokens 7 of 7."""
+    """17 rows of 704 tokens fit, 11,968 in all: an update of 48 has 3 forwards of 16."""
     limit, recomputing = chosen(config, memory, monkeypatch, Texts(128, 20))
-    assert (limit, recomputing) == (ForwardLimit(rows=17, tokens=17 * 704), 0)
-    rows = {length: limit.rows_of(Texts(9, length), planned(Texts(9, length))) for length in (128, 9, 400, 1000, 20000)}
-    assert rows == {128: 16, 9: 16, 400: 12, 1000: 7, 20000: 1}
+    assert (limit.sizes[0], limit.tokens, recomputing) == (17, 17 * 704, 0)
+    rows = {length: rows_with(limit, 9, length) for length in (128, 9, 400, 1000, 20000)}
+    assert rows == {128: 16, 9: 16, 400: 12, 1000: 6, 20000: 1}
+
+
+@pytest.mark.parametrize("texts", [(500, 9), (9, 500)])
+def test_the_longest_text_of_any_update_decides(config, memory, monkeypatch, texts):
+    """Two updates of 24 rows; 12 rows of 1,076 tokens would be 12,912."""
+    limit, _ = chosen(config, memory, monkeypatch, Texts(128, 20), updates=2)
+    assert rows_with(limit, *texts, updates=2) == 8
+    first, _ = chosen(config, memory, monkeypatch, Texts(*texts), updates=2)
+    assert first.tokens == 17 * 1076
+
+
+def test_forwards_have_few_sizes_however_many_lengths_texts_have(config, memory, monkeypatch):
+    """Each is a graph to compile. Texts of 1 to 512 tokens, pictures of 576."""
+    limit, _ = chosen(config, memory, monkeypatch, Texts(128, 128))
+    assert len({rows_with(limit, 9, length) for length in range(1, 513)}) <= 3
+    assert few_sizes(17) == [17, 12, 8, 6, 4, 3, 2, 1]
+    assert few_sizes(1) == [1]
 
 
 def test_a_first_rollout_of_few_rows_does_not_limit_longer_texts_to_less_than_the_memory_holds(
     config, memory, monkeypatch
 ):
-    first = Texts(128)
-    limit, _ = chosen(config, memory, monkeypatch, first)
-    assert limit == ForwardLimit(rows=17, tokens=17 * 704)
-    config = replace(config, num_updates_per_batch=2)
-    monkeypatch.setattr(join, "rows_of_update", lambda replay, plan: [Transition(0, 0, 0)] * 4)
-    limit, _ = chosen(config, memory, monkeypatch, first)
-    assert limit == ForwardLimit(rows=4, tokens=17 * 704)
+    """12 rows."""
+    limit, _ = chosen(config, memory, monkeypatch, Texts(128, 9), candidates=2)
+    assert (limit.sizes[0], limit.tokens) == (12, 17 * 704)
+
+
+def test_room_is_left_for_the_moments_that_adamw_does_not_have_yet(config, memory, monkeypatch):
+    limit, _ = chosen(config, memory, monkeypatch, Texts(128, 128), moments=4 * BLOCKS * ACTIVATIONS / MEMORY_SHARE)
+    assert limit.tokens == 13 * 704
+
+
+def test_moments_are_missing_until_the_first_step_and_only_on_a_gpu():
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    weight, elsewhere = torch.zeros(5).as_subclass(OnGpu), torch.zeros(5)
+    waiting = SimpleNamespace(param_groups=[{"params": [weight, elsewhere]}], state={})
+    assert missing_moments(waiting) == 2 * 5 * 4
+    waiting.state = {weight: {"step": 1}}
+    assert missing_moments(waiting) == 0
 
 
 def test_on_a_cpu_the_rows_of_a_rollout_depend_on_its_own_texts_alone(config, memory, monkeypatch):
@@ -144,6 +187,14 @@ def test_on_a_cpu_the_rows_of_a_rollout_depend_on_its_own_texts_alone(config, me
 
 
 # ---------------------------------------------------------------------- recomputing
+
+
+def test_for_the_parity_check_all_blocks_recompute_and_afterwards_those_that_did_before():
+    blocks = [RecomputableForward(lambda x: x) for _ in range(4)]
+    recompute_first(blocks, 2)
+    with recomputing(blocks):
+        assert all(block.recomputes for block in blocks)
+    assert [block.recomputes for block in blocks] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

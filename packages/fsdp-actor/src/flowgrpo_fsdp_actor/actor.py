@@ -24,12 +24,13 @@ from flowgrpo_fsdp_actor.adapters import load_adapter
 from flowgrpo_fsdp_actor.config import ActorConfig
 from flowgrpo_fsdp_actor.distributed import agree, fail_together
 from flowgrpo_fsdp_actor.errors import ActorAsleep, ConfigRefused, PlanError
-from flowgrpo_fsdp_actor.join import ForwardLimit, choose_join
+from flowgrpo_fsdp_actor.join import CUDA_TOKENS, ForwardLimit, choose_join
 from flowgrpo_fsdp_actor.metrics import memory_metrics
 from flowgrpo_fsdp_actor.optimizer import local, lr_at_step, make_adamw
 from flowgrpo_fsdp_actor.out_of_memory import GATHER, LOADING, PARITY, SLEEP, WAKE
 from flowgrpo_fsdp_actor.plan import MicroBatch, plan_updates
 from flowgrpo_fsdp_actor.publish import Publisher
+from flowgrpo_fsdp_actor.recompute import recomputing
 from flowgrpo_fsdp_actor.replay import Replay
 from flowgrpo_fsdp_actor.sharding import build_policy, reshard
 from flowgrpo_fsdp_actor.sidecars import SidecarReader
@@ -127,15 +128,21 @@ class FsdpActor:
     ) -> dict[int, float]:
         """Largest |ratio - 1| of replay against the engine's own log-prob, by trained step index. Moves nothing.
 
-        `join` is as `replay_join`; the engine's own batch (its candidates per forward) is the closest. Compiled replay
-        is checked compiled: other sizes of a forward than the training's cost a compilation each.
+        `join` is as `replay_join`, which it does not exceed; the engine's own batch (its candidates per forward) is the
+        closest. Compiled replay is checked compiled: other sizes of a forward than the training's cost a compilation
+        each. On a GPU it takes little memory, for nothing is known of that yet: all blocks recompute, and a forward
+        has no more tokens than fill the GPU.
         """
         self._must_be_awake("replay_parity")
         with agree("preparing the parity check"):
             replay = self._replay(sidecars, None)
             plan = self._plan(*replay.groups_and_candidates, num_updates=1)
-        with fail_together(PARITY):
-            found = replay.parity(self._policy.module, plan[0], join or self.config.replay_join or PARITY_JOIN)
+        most = self.config.replay_join
+        rows = min(join or PARITY_JOIN, most) if most else join or PARITY_JOIN
+        if self._device.type == "cuda":
+            rows = ForwardLimit(range(1, rows + 1), CUDA_TOKENS).rows_of(replay, plan)
+        with fail_together(PARITY), recomputing(self._policy.blocks):
+            found = replay.parity(self._policy.module, plan[0], rows)
             reshard(self._policy.module)  # the engine, which may be next, needs that memory
         return found
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from flowgrpo_fsdp_actor.config import ActorConfig
 from flowgrpo_fsdp_actor.distributed import all_reduced
-from flowgrpo_fsdp_actor.plan import Join, MicroBatch, Transition, evenly, join_forwards
+from flowgrpo_fsdp_actor.optimizer import missing_moments
+from flowgrpo_fsdp_actor.plan import Join, MicroBatch, Transition, evenly
 from flowgrpo_fsdp_actor.recompute import recompute_first
 from flowgrpo_fsdp_actor.replay import Replay
 from flowgrpo_fsdp_actor.sharding import DTYPES, gathered_units, keep_gathered
@@ -31,7 +32,7 @@ CPU_TOKENS = 3072
 CUDA_TOKENS = 8192
 """Tokens that fill a GPU: more of them in a forward are hardly faster, and recomputing a block costs more."""
 MEMORY_SHARE = 0.85
-"""Of the free device memory: the rest is for gradients, the allocator's gaps and the optimizer's first step."""
+"""Of the device memory that is free once AdamW has its moments: the rest is for gradients and the allocator's gaps."""
 PROBE_ROWS = (1, 3)
 PROBE_KEPT = 4
 """Blocks that keep their activations in the second pair of probes: few, so that a probe itself always fits."""
@@ -118,16 +119,25 @@ class RowMemory:
 class ForwardLimit:
     """How much a forward may hold. Set once a run; good for rollouts with texts of any length."""
 
-    rows: int
+    sizes: Sequence[int]
+    """The rows that it may have."""
     tokens: int
     """Image and text tokens of all its rows, padding included."""
 
     def rows_of(self, replay: Replay, plan: Sequence[Sequence[MicroBatch]]) -> int:
         """Rows of each forward of this rollout: what its longest text leaves room for, in forwards of one size."""
-        rows = rows_of_update(replay, plan)
-        longest = max(replay.tokens(row.group) for row in rows)
-        fit = max(1, min(self.rows, self.tokens // longest, len(rows)))
-        return evenly(len(rows), ceil(len(rows) / fit))
+        count, longest = rows_of_update(replay, plan), replay.tokens(longest_group(replay, plan))
+        fit = max((size for size in self.sizes if size * longest <= self.tokens), default=1)
+        return evenly(count, ceil(count / min(fit, count)))
+
+
+def few_sizes(most: int) -> list[int]:
+    """`most` and three quarters of it, then the halves of both, and so on down to 1.
+
+    Each size of a forward is a graph to compile for each bucket of text: so a run has few of them.
+    """
+    sizes = {most >> halvings for halvings in range(most.bit_length())}
+    return sorted(sizes | {3 * most >> halvings for halvings in range(2, most.bit_length() + 1)} - {0}, reverse=True)
 
 
 def choose_join(
@@ -137,28 +147,38 @@ def choose_join(
 
     Leaves as many blocks of the policy recomputing as that takes, and as many gathered as the memory then allows.
     """
-    rows = rows_of_update(replay, plan)
+    rows, longest = rows_of_update(replay, plan), longest_group(replay, plan)
+    tokens = replay.tokens(longest)
     if config.device == "cpu":
         recompute_first(policy.blocks, len(policy.blocks) if config.fsdp_activation_checkpointing else 0)
-        return ForwardLimit(rows=len(rows), tokens=CPU_TOKENS)
-    longest = max(rows, key=lambda row: replay.tokens(row.group))
-    tokens, units = replay.tokens(longest.group), Units.of(policy, config)
-    memory, available = _probe(policy, replay, longest), MEMORY_SHARE * _free_bytes()
-    fill = ceil(CUDA_TOKENS / tokens)
-    mine = memory.choose(available, len(rows), fill, recompute_all=config.fsdp_activation_checkpointing, units=units)
+        return ForwardLimit(range(1, rows + 1), CPU_TOKENS)
+    units, fill = Units.of(policy, config), ceil(CUDA_TOKENS / tokens)
+    memory = _probe(policy, replay, _a_row_of(longest, plan))
+    available = MEMORY_SHARE * (_free_bytes() - missing_moments(policy.optimizer))
+    mine = memory.choose(available, rows, fill, recompute_all=config.fsdp_activation_checkpointing, units=units)
     join, fit = _for_all_ranks(mine, memory.rows_beside(available, mine, units))
     recompute_first(policy.blocks, join.recomputed)
     if config.fsdp_reshard_after_forward:
         keep_gathered(policy.module, join.gathered)
-    limit = ForwardLimit(join.rows, fit * tokens)
-    counts = (limit.rows, limit.tokens, len(policy.blocks), join.recomputed, join.gathered)
+    limit = ForwardLimit(few_sizes(join.rows), fit * tokens)
+    counts = (join.rows, limit.tokens, len(policy.blocks), join.recomputed, join.gathered)
     log.info("[replay] up to %d rows and %d tokens in a forward; of %d blocks %d recompute, %d stay gathered", *counts)
     return limit
 
 
-def rows_of_update(replay: Replay, plan: Sequence[Sequence[MicroBatch]]) -> list[Transition]:
+def rows_of_update(replay: Replay, plan: Sequence[Sequence[MicroBatch]]) -> int:
     """This rank's rows of an optimizer step; every step has as many, on every rank."""
-    return [row for forward in join_forwards(plan[0], replay.shapes, 1) for row in forward]
+    return sum(len(batch.candidates) * replay.shapes[batch.group].num_steps for batch in plan[0])
+
+
+def longest_group(replay: Replay, plan: Sequence[Sequence[MicroBatch]]) -> int:
+    """The group with most tokens in a row, of all updates."""
+    return max((batch.group for update in plan for batch in update), key=replay.tokens)
+
+
+def _a_row_of(group: int, plan: Sequence[Sequence[MicroBatch]]) -> Transition:
+    candidates = next(batch.candidates for update in plan for batch in update if batch.group == group)
+    return Transition(group, candidates[0], 0)
 
 
 def _for_all_ranks(join: Join, fit: int) -> tuple[Join, int]:

@@ -5,7 +5,8 @@ names of parameters stay what they are, and blocks may be switched at any time b
 Called by: `sharding` builds them, `join` decides how many of them are on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,18 @@ def make_recomputable(module: nn.Module, blocks: Sequence[str]) -> list[Recomput
         block.forward = RecomputableForward(block.forward)
         forwards.append(block.forward)
     return forwards
+
+
+@contextmanager
+def recomputing(forwards: Sequence[RecomputableForward]) -> Iterator[None]:
+    """Within it all blocks recompute; afterwards those that did before."""
+    before = [forward.recomputes for forward in forwards]
+    recompute_first(forwards, len(forwards))
+    try:
+        yield
+    finally:
+        for forward, recomputes in zip(forwards, before, strict=True):
+            forward.recomputes = recomputes
 
 
 def recompute_first(forwards: Sequence[RecomputableForward], count: int) -> None:

@@ -21,8 +21,9 @@ from flowgrpo_fsdp_actor.distributed import init_lone_process_group
 from flowgrpo_fsdp_actor.lora import check_trainable_boundary, initial_lora, inject_lora, is_lora
 from flowgrpo_fsdp_actor.recompute import RecomputableForward, make_recomputable, recompute_first
 
-MAX_GRAPHS = 128
-"""Eight buckets of text, padded or not, in forwards of as many sizes."""
+MAX_GRAPHS = 256
+"""Eight buckets of text, padded or not, in forwards of seven sizes (`join.few_sizes`) and what those leave over, and of
+the parity check's."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
