@@ -53,6 +53,33 @@ def test_a_weight_written_between_two_sleeps_survives_the_second():
     assert bool((next(model.parameters()) == 3.0).all())
 
 
+def test_of_a_sync_that_says_what_it_writes_nothing_else_is_copied_out_again():
+    """So the base beside an adapter leaves the card once in a run."""
+    model = two_layers()
+    written, untouched = model["attn"]["to_q"].weight, model["attn"]["to_k"].weight
+    before = untouched.clone()
+    memory = Memory({"weights": [model]})
+    memory.touch("weights", [written])  # before the first sleep, which copies all of it
+    for value in (3.0, 4.0):
+        memory.release(None)
+        memory.resume(None)
+        memory.touch("weights", [written])
+        with torch.no_grad():
+            written.fill_(value)
+            untouched.fill_(value)  # without a word: comes back as it was
+    memory.release(None)
+    memory.resume(None)
+    assert bool((written == 4.0).all())
+    assert torch.equal(untouched, before)
+    memory.touch("weights", [written])
+    memory.touch("weights")
+    with torch.no_grad():
+        untouched.fill_(5.0)
+    memory.release(None)
+    memory.resume(None)
+    assert bool((untouched == 5.0).all())
+
+
 def test_tensors_that_were_replaced_while_awake_are_the_ones_that_come_back():
     """SGLang casts a VAE by giving its parameters new storage."""
     model = two_layers()

@@ -227,6 +227,19 @@ def test_an_adapter_sync_goes_through_the_same_transaction(engine, adapter, make
     assert error.value.reason == "names"
 
 
+def test_what_adapter_syncs_wrote_survives_each_sleep_and_so_does_the_base(engine, adapter, make_request):
+    if engine.info()["adapter"] is None:
+        set_lora(engine, adapter)
+    engine.policy_version = engine.info()["policy_version"]
+    for sign in (1.0, -1.0):
+        changed = {n: sign * t if ".lora_A." in n else t for n, t in adapter.items()}
+        send(engine, changed, engine.policy_version + 1, "adapter")
+        before = latents(engine, make_request())
+        engine.sleep()
+        engine.wake()
+        assert torch.equal(latents(engine, make_request()), before)
+
+
 def test_with_an_adapter_a_full_sync_is_refused_in_words(engine, weights, adapter):
     if engine.info()["adapter"] is None:
         set_lora(engine, adapter)

@@ -139,7 +139,8 @@ def _sleeping(memory: MemoryModel) -> float:
         transformer, frozen = memory.engine_transformer, memory.engine_frozen
         up, down = 2 * transformer + frozen, 2 * transformer + frozen
         if run.engine.pinned:  # what nobody wrote since the last sleep is not copied out again
-            seconds += up / card.host_to_device + transformer / card.device_to_host
+            synced = 0.0 if memory.config.lora_adapter_mode else transformer
+            seconds += up / card.host_to_device + synced / card.device_to_host
         else:
             seconds += up / PAGEABLE_TO_DEVICE + down / PAGEABLE_TO_HOST
     return seconds

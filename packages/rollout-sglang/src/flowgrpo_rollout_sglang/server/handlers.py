@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -213,8 +213,12 @@ class Server:
         self._ensure_weights_awake()
         if self._is_mine(rank):
             self._receiver.begin(manifest, channel)
-            self.memory.touch("weights")
+            self.memory.touch("weights", self._synced())
         return 200, {}
+
+    def _synced(self) -> Collection[Tensor] | None:
+        """The tensors that a sync writes; None: all of the transformer."""
+        return None if self._adapter is None else self._adapter.targets().values()
 
     def weights_verify(self, rank: int) -> Answer:
         mine = self._is_mine(rank)
@@ -313,7 +317,7 @@ class Server:
         try:
             manifest = sender.manifest(sharded_shapes(shapes, shards), version=version, mode="adapter")
             sender.send(sharded(tensors.items(), shards), manifest, self._receiver)
-            self.memory.touch("weights")
+            self.memory.touch("weights", self._synced())
             self._ranks.agree()
             self._receiver.commit(version)
         finally:

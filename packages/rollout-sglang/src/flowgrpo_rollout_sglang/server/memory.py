@@ -2,10 +2,11 @@
 
 A parameter's storage is emptied and filled in place, so that whoever holds the tensor (a weight target, a compiled
 graph) still holds the right one. The host copy is one block per tag, page-locked, allocated at the first sleep and
-kept; what did not change since is not copied out again, so the frozen modules are copied out once in a run.
+kept; what did not change since is not copied out again: the frozen modules are copied out once in a run, and so is the
+base beside an adapter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +35,17 @@ class Memory:
         self._addresses: dict[str, list[int]] = {}
         self._blocks: dict[str, Tensor] = {}
         self._sizes: dict[str, list[int]] = {}
-        self._dirty = set(modules)
+        self._dirty: dict[str, set[int] | None] = dict.fromkeys(modules)
+        """Addresses of the storages of a tag that its host copy does not hold; None: of all. No key: it holds all."""
         self.asleep: set[str] = set()
 
-    def touch(self, tag: str) -> None:
-        """Says that the tensors of `tag` may be written: the host copy is of no use any more."""
-        self._dirty.add(tag)
+    def touch(self, tag: str, written: Iterable[Tensor] | None = None) -> None:
+        """Says that tensors of `tag` (None: any) may be written: the host copy of these is of no use any more."""
+        dirty = self._dirty.setdefault(tag, set())
+        if written is None:
+            self._dirty[tag] = None
+        elif dirty is not None:
+            dirty |= {tensor.untyped_storage().data_ptr() for tensor in written}
 
     def release(self, tags: Sequence[str] | None) -> int:
         """Empties the device memory of `tags` (None: all) and returns how many bytes it gave back."""
@@ -79,17 +85,18 @@ class Memory:
     def _copy_out(self, tag: str) -> None:
         if tag not in self._dirty:
             return
-        sizes = [storage.nbytes() for storage in self._storages[tag]]
+        dirty, sizes = self._dirty[tag], [storage.nbytes() for storage in self._storages[tag]]
         if sizes != self._sizes.get(tag):
-            self._sizes[tag] = sizes
+            self._sizes[tag], dirty = sizes, None
             self._blocks.pop(tag, None)  # first let go of the old one
             nbytes = sum(_aligned(n) for n in sizes)
             pinned = any(storage.device.type == "cuda" for storage in self._storages[tag])
             self._blocks[tag] = pinned_block(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)
         for storage, host in zip(self._storages[tag], self._pieces(tag), strict=True):
-            host.copy_(_bytes_of(storage), non_blocking=True)
+            if dirty is None or storage.data_ptr() in dirty:
+                host.copy_(_bytes_of(storage), non_blocking=True)
         _wait()
-        self._dirty.discard(tag)
+        del self._dirty[tag]
 
     def _pieces(self, tag: str) -> list[Tensor]:
         """Where each storage of `tag` lies in the host block."""
