@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from flowgrpo_fsdp_actor import ActorConfig
+from flowgrpo_fsdp_actor import ActorConfig, checkpoint_files
 from flowgrpo_fsdp_actor.checkpoint_files import (
     COMMITTED,
     JSON_FILES,
@@ -301,6 +301,16 @@ def test_a_write_that_the_disk_refuses_commits_nothing_names_the_file_and_gives_
     assert not tree.iteration(1).exists()  # its bytes would keep the disk full
     save(actor, model_folder, tmp_path, n=2)
     assert tree.newest() == 2
+
+
+def test_a_rank_that_does_not_see_the_folder_that_rank_0_made_is_told_to_share_it(
+    make_actor, model_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checkpoint_files, "_fresh", lambda folder: None)  # as if made on another node's disk
+    with pytest.raises(CheckpointError) as error:
+        save(make_actor(**LORA), model_folder, tmp_path, n=1)
+    assert "--save" in error.value.fix
+    assert "share" in error.value.fix
 
 
 @pytest.mark.parametrize(

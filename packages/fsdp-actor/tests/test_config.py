@@ -20,6 +20,7 @@ LORA = {"fsdp_trainable_mode": "lora", "lora_rank": 4, "lora_alpha": 8.0}
         ({"lora_adapter_mode": True}, "--lora-adapter-mode"),
         (LORA | {"fsdp_cpu_offload": True}, "--fsdp-cpu-offload"),
         ({"fsdp_cpu_offload": True}, "--fsdp-cpu-offload"),
+        ({"fsdp_cpu_offload": True, "device": "cuda"}, "--fsdp-cpu-offload"),
         ({"lr": 0.0}, "--lr"),
         ({"eps_clip": 0.0}, "--eps-clip"),
         ({"fsdp_lr_scheduler": "cosine"}, "--lr-decay-iters"),

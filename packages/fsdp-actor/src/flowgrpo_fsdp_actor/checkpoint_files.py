@@ -330,4 +330,6 @@ def _as_checkpoint_error(error: Exception, rank: int, folder: Path) -> Checkpoin
     fix = "see the disk and the folder's permissions"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "make room; --rotate-ckpt --max-actor-ckpt-to-keep N removes old checkpoints before each save"
+    if error.errno == errno.ENOENT:  # rank 0 had made its folder
+        fix = "on several nodes --save must be a folder that all of them share; on one, see what has removed it"
     return CheckpointError(str(error.filename or folder), f"rank {rank}: {error.strerror}", fix)

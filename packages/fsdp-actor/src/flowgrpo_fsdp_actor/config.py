@@ -39,7 +39,7 @@ class ActorConfig:
     fsdp_activation_checkpointing: bool = False
     """Recompute each block's activations in the backward instead of keeping them."""
     fsdp_cpu_offload: bool = False
-    """Keep the sharded weights and the optimizer on the host also while training; full mode on CUDA only."""
+    """Refused: weights and optimizer that stay on the host also while training have never run on a GPU."""
     fsdp_load_wave_size: int = 0
     """How many ranks read the weight files at the same time; 0 is all of them."""
     fsdp_lr_scheduler: LrScheduler = "constant"
@@ -117,13 +117,11 @@ class ActorConfig:
         """Everything that the actor itself would refuse. Never raises, never edits."""
         yield from self._lora_problems()
         yield from self._optimizer_problems()
-        if self.fsdp_cpu_offload and (self.is_lora or self.device == "cpu"):
+        if self.fsdp_cpu_offload:
             yield Problem(
                 "--fsdp-cpu-offload",
-                "It moves the weights of a full fine-tuning on CUDA to the host; here there is nothing to move."
-                if self.device == "cpu"
-                else "With LoRA the optimizer is small, and a frozen base on the host would be sent at every forward.",
-                "leave --fsdp-cpu-offload out",
+                "Training with weights and optimizer on the host is not supported yet.",
+                "leave it out; for want of memory use more cards, LoRA, or --offload-train",
             )
         for name in ("num_updates_per_batch", "n_samples_per_prompt"):
             if (value := getattr(self, name)) < 1:
