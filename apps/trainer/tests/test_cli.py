@@ -1,8 +1,10 @@
 import json
 
 import pytest
+from flowgrpo_rollout_sglang.config import EngineConfig
 from flowgrpo_trainer.cli import RecipeError, parse, recipe_names, recipe_words
 from flowgrpo_trainer.settings import Settings
+from flowgrpo_trainer.wiring import engine_config
 
 ENV = {"EXP_DIR": "/exp"}
 
@@ -189,6 +191,12 @@ def test_a_reference_recipe_has_every_value_of_its_table(recipe, expected, evalu
     assert (sampling.num_sde_steps, sampling.sde_pool) == (3, (1, 2, 3, 4, 5))
     assert sampling.sde_steps(None) == evaluated
     assert len(sampling.sde_steps(7)) == 3
+
+
+def test_an_engine_is_waited_for_as_long_as_asked_and_else_as_long_as_its_own_default():
+    for words, seconds in ([], EngineConfig(name="x", model_path="x").start_timeout_s), (["1800"], 1800.0):
+        settings, _ = parse(["--recipe", "quickstart", *(["--engine-start-timeout-s", *words] if words else [])], {})
+        assert engine_config(settings, 0, device="cpu", targets=(), log="logs").start_timeout_s == seconds
 
 
 def test_every_flag_has_a_name_of_its_own():

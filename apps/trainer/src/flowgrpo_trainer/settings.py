@@ -143,6 +143,8 @@ class RolloutSettings:
     """Candidates that an engine joins in one forward; none chooses."""
     rollout_cuda_graphs: bool = True
     """An SGLang engine of one GPU replays its forwards as CUDA graphs; other engines never do."""
+    engine_start_timeout_s: float = 600.0
+    """Longest wait until an engine is ready, in seconds."""
     offload_rollout: bool = False
     """Engines free their devices while the actor trains."""
     parity_bound: float = 0.05
@@ -206,7 +208,7 @@ class FsdpSettings:
     fsdp_activation_checkpointing: bool = False
     """Recompute each block in the backward."""
     fsdp_cpu_offload: bool = False
-    """Keep parameters on the CPU (refused under LoRA)."""
+    """Refused: training with parameters on the CPU is not supported yet."""
     fsdp_load_wave_size: int = 0
     """Ranks that load the base at once; 0 is all."""
     fsdp_debug_fingerprint: bool = False

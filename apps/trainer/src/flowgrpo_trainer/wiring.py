@@ -51,6 +51,7 @@ def engine_config(
         lora_alpha=lora.lora_alpha,
         lora_target_modules=lora.lora_target_modules or targets,
         log_folder=log,
+        start_timeout_s=rollout.engine_start_timeout_s,
     )
 
 

@@ -157,7 +157,8 @@ class ServerProcess:
             except httpx.TransportError:
                 pass  # not listening yet
             if time.monotonic() > deadline:
-                raise self.error(f"not ready within {timeout_s:g} s", "raise start_timeout_s if it only needs longer")
+                hint = "raise --engine-start-timeout-s (EngineConfig.start_timeout_s) if it only needs longer"
+                raise self.error(f"not ready within {timeout_s:g} s", hint)
             time.sleep(_LOOK_EVERY_S)
 
 

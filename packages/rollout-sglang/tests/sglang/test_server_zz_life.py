@@ -68,6 +68,7 @@ def test_a_server_that_is_never_ready_is_ended_at_the_deadline(tmp_path):
     with pytest.raises(EngineError) as error:
         server.start(timeout_s=5)
     assert "5 s" in error.value.what
+    assert "--engine-start-timeout-s" in error.value.hint
     if pids.exists():
         assert not group_members(int(pids.read_text()))
 
