@@ -90,6 +90,13 @@ SDE = {"height": 24, "width": 24, "num_inference_steps": 12, "sde_type": "sde"}
         (["--resource", '{"actor": [1, 1], "rollout": [1, 2]}'], "--resource"),
         (["--resource", '{"actor": [1, 1]}'], "--resource"),
         (["--load", "/nowhere"], "--load"),
+        (["--eval-prompt-data", "None"], "--eval-prompt-data is missing"),
+        (["--save-interval", "0"], "--save-interval 0"),
+        (["--rotate-ckpt"], "--rotate-ckpt without"),
+        (["--max-actor-ckpt-to-keep", "2"], "--max-actor-ckpt-to-keep 2 without"),
+        (["--rotate-ckpt", "--max-actor-ckpt-to-keep", "0"], "--max-actor-ckpt-to-keep 0"),
+        (["--engine-start-timeout-s", "0"], "--engine-start-timeout-s 0"),
+        (["--rollout-batch-size", "0"], "--rollout-batch-size 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -131,6 +138,35 @@ def test_no_path_to_step_zero_is_left_open_under_sde(sound, keys):
     assert any("SDE step 0" in where for where in problems_of(words))
     words[-1] = json.dumps(SDE | keys | {"sde_type": "dance"})
     assert problems_of(words) == []
+
+
+def test_updates_that_the_actors_plan_refuses_are_refused_before_anything_starts(sound):
+    """Three groups of 8 in two updates of 12: whole groups as micro-batches would cross from one into the other."""
+    words = [*sound, "--rollout-batch-size", "3", "--num-updates-per-batch", "2", "--micro-batch-size"]
+    assert problems_of([*words, "0"]) == ["--num-updates-per-batch 2, --micro-batch-size 0"]
+    assert problems_of([*words, "4"]) == []
+
+
+def test_a_checkpoint_rotation_that_is_whole_passes(sound):
+    assert problems_of([*sound, "--rotate-ckpt", "--max-actor-ckpt-to-keep", "1", "--save-interval", "1"]) == []
+
+
+def test_parameters_on_the_host_are_refused_also_in_full_fine_tuning_with_a_remedy_that_exists(sound):
+    settings, _ = parse([*sound, *FULL, "--fsdp-cpu-offload"], {})
+    with pytest.raises(ConfigError) as caught:
+        validate_generative_config(settings)
+    (problem,) = caught.value.problems
+    assert problem.where == "--fsdp-cpu-offload"
+    assert "--offload-train" in problem.fix
+
+
+@pytest.mark.parametrize(("candidates", "ranks", "warned"), [(8, 4, 0), (8, 3, 1), (4, 8, 1), (8, 1, 0)])
+def test_ranks_that_cannot_share_a_group_are_warned_of_the_work_done_many_times(sound, candidates, ranks, warned):
+    devices = json.dumps({"actor": [1, ranks], "rollout": [1, ranks]})
+    settings, _ = parse([*sound, "--n-samples-per-prompt", str(candidates), "--resource", devices], {})
+    warnings = validate_generative_config(settings)
+    assert len(warnings) == warned
+    assert all(f"{ranks} times" in warning for warning in warnings)
 
 
 def test_guidance_other_than_one_is_refused(sound):

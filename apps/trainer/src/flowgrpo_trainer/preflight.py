@@ -4,16 +4,17 @@ No torch, no model, no Ray: it answers in under half a second on a laptop.
 Called by: `main`, before any service starts. Next on the reading path: `loop`.
 """
 
-import ast
-import importlib.util
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from flowgrpo_dataprep.source import validate_prompt_file
+from flowgrpo_fsdp_actor.errors import PlanError
+from flowgrpo_fsdp_actor.plan import plan_updates
 from flowgrpo_rollout_sglang.config import Problem
 
+from flowgrpo_trainer.dotted_path import dotted_path_problem
 from flowgrpo_trainer.settings import GENERATION_TASKS, Settings
 from flowgrpo_trainer.wiring import actor_config, reward_config
 
@@ -60,10 +61,12 @@ def _problems(s: Settings) -> Iterator[Problem]:
     yield from s.rollout.sampling_config.problems()
     yield from _sync_problems(s)
     yield from _batch_problems(s)
+    yield from _engine_problems(s)
     yield from _reward_problems(s)
     yield from _data_problems(s)
     yield from _hook_problems(s)
     yield from _place_problems(s)
+    yield from _checkpoint_problems(s)
     yield from _tracking_problems(s)
 
 
@@ -180,8 +183,8 @@ def _batch_problems(s: Settings) -> Iterator[Problem]:
     for name in positive:
         if getattr(rollout, name) < 1:
             yield Problem(f"--{name.replace('_', '-')} {getattr(rollout, name)}", "It must be at least 1.", "raise it")
-    if algorithm.num_updates_per_batch < 1 or rollout.n_samples_per_prompt < 1:
-        return  # said by the actor's own rules
+    if min(product, algorithm.num_updates_per_batch, rollout.n_samples_per_prompt) < 1:
+        return  # said above and by the actor's own rules
     if rollout.global_batch_size is not None and rollout.global_batch_size != product:
         yield Problem(
             f"--global-batch-size {rollout.global_batch_size}",
@@ -251,14 +254,25 @@ def _divided_counts(config: Path) -> dict[str, int]:
 
 
 def _update_problems(s: Settings, world: int) -> Iterator[Problem]:
-    """T6: the updates of a rollout are disjoint and equal."""
-    N, G, updates = s.rollout.n_samples_per_prompt, s.rollout.rollout_batch_size, s.algorithm.num_updates_per_batch
-    local = G * (N // world if N % world == 0 else N)
-    if local % updates:
+    """T6: the updates of a rollout are disjoint and equal, by the actor's own plan; it is alike on every rank."""
+    updates, micro = s.algorithm.num_updates_per_batch, s.algorithm.micro_batch_size
+    try:
+        plan_updates(
+            s.rollout.rollout_batch_size,
+            s.rollout.n_samples_per_prompt,
+            rank=0,
+            world_size=world,
+            num_updates=updates,
+            micro_batch_size=micro,
+        )
+    except PlanError as error:
+        yield Problem(f"--num-updates-per-batch {updates}, --micro-batch-size {micro}", f"{error.what}.", error.fix)
+
+
+def _engine_problems(s: Settings) -> Iterator[Problem]:
+    if not s.rollout.engine_start_timeout_s > 0:
         yield Problem(
-            f"--num-updates-per-batch {updates}",
-            f"A rank replays {local} candidates, which do not split into {updates} equal updates.",
-            "choose a divisor, or another rollout-batch-size",
+            f"--engine-start-timeout-s {s.rollout.engine_start_timeout_s}", "No engine starts in no time.", "use 600"
         )
 
 
@@ -277,12 +291,14 @@ def _reward_problems(s: Settings) -> Iterator[Problem]:
 
 
 def _data_problems(s: Settings) -> Iterator[Problem]:
-    files = [("--prompt-data", s.rollout.prompt_data)]
-    if s.rollout.eval_prompt_data is not None:
-        files.append(("--eval-prompt-data", s.rollout.eval_prompt_data[1]))
-    for flag, path in files:
+    held_out = s.rollout.eval_prompt_data
+    files = (
+        ("--prompt-data", s.rollout.prompt_data, "name a JSONL file"),
+        ("--eval-prompt-data", held_out and held_out[1], "give a name for the metrics, and a JSONL file"),
+    )
+    for flag, path, fix in files:
         if path is None:
-            yield Problem(f"{flag} is missing", "There are no prompts.", "name a JSONL file")
+            yield Problem(f"{flag} is missing", "There are no prompts.", fix)
             continue
         for why in validate_prompt_file(path):
             yield Problem(f"{flag} {path}", why, "mend the file; `dataprep inspect` shows all of it")
@@ -301,42 +317,6 @@ def _hook_problems(s: Settings) -> Iterator[Problem]:
     for flag, path in paths:
         if path and (why := dotted_path_problem(path)):
             yield Problem(f"{flag} {path}", why, "write package.module.Name, importable from here")
-
-
-def dotted_path_problem(path: str) -> str | None:
-    """Why `path` names nothing callable, or None. Reads the module's source; imports only its parents."""
-    module, _, name = path.rpartition(".")
-    if not module:
-        return "It is no dotted path."
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:
-        return f"Module {module} cannot be found: {error}."
-    if spec is None:
-        return f"There is no module {module}."
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return None  # a compiled module: its real import at start decides
-    try:
-        tree = ast.parse(Path(spec.origin).read_text())
-    except (OSError, SyntaxError) as error:
-        return f"Module {module} cannot be read: {error}."
-    names, lazy = _top_level_names(tree)
-    if name not in names and not lazy:
-        return f"Module {module} has no {name}."
-    return None
-
-
-def _top_level_names(tree: ast.Module) -> tuple[set[str], bool]:
-    """Names that a module binds, and whether it also makes names on demand (PEP 562)."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-    return names, "__getattr__" in names
 
 
 def _place_problems(s: Settings) -> Iterator[Problem]:
@@ -367,6 +347,30 @@ def _write_problem(path: Path) -> str | None:
     return None
 
 
+def _checkpoint_problems(s: Settings) -> Iterator[Problem]:
+    """What would end a run at its first save, or let a disk fill."""
+    checkpoint = s.checkpoint
+    rotate, keep = checkpoint.rotate_ckpt, checkpoint.max_actor_ckpt_to_keep
+    if checkpoint.save_interval < 1:
+        yield Problem(f"--save-interval {checkpoint.save_interval}", "It must be at least 1.", "use 20")
+    if rotate and keep is None:
+        yield Problem(
+            "--rotate-ckpt without --max-actor-ckpt-to-keep",
+            "How many checkpoints are to stay is not said, so none would ever be removed.",
+            "add --max-actor-ckpt-to-keep 2, or leave --rotate-ckpt out to keep all",
+        )
+    if keep is not None and not rotate:
+        yield Problem(
+            f"--max-actor-ckpt-to-keep {keep} without --rotate-ckpt",
+            "Only --rotate-ckpt removes checkpoints, so none would ever be removed.",
+            "add --rotate-ckpt, or leave --max-actor-ckpt-to-keep out to keep all",
+        )
+    if keep is not None and keep < 1:
+        yield Problem(
+            f"--max-actor-ckpt-to-keep {keep}", "The newest checkpoint always stays.", "use 1 or more, such as 2"
+        )
+
+
 def _tracking_problems(s: Settings) -> Iterator[Problem]:
     tracking = s.tracking
     if tracking.use_clearml or tracking.use_metrics_service is not None:
@@ -391,3 +395,10 @@ def _warnings(s: Settings) -> Iterator[str]:
         yield "the actor computes in fp32 but engines get bf16 weights: they serve a slightly different policy"
     if s.algorithm.num_updates_per_batch == 1:
         yield "--num-updates-per-batch 1: the ratio is always 1, so nothing is ever clipped"
+    G, N, world = s.rollout.rollout_batch_size, s.rollout.n_samples_per_prompt, s.world_size("actor")
+    if world > 1 and N % world:
+        yield (
+            f"--n-samples-per-prompt {N} over {world} ranks: they cannot share a group's candidates, so every rank "
+            f"replays all {G * N}, {world} times the work; make it a multiple of {world}, or use a number of cards "
+            f"that divides {N}"
+        )
