@@ -57,6 +57,34 @@ def test_components_are_normalized_each_and_then_weighted():
     torch.testing.assert_close(got, normalize_grouped(a) - 0.5 * normalize_grouped(b))
 
 
+@pytest.mark.parametrize("std_mode", ["group", "batch", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_groups_that_a_component_does_not_judge_add_nothing_and_change_no_others(std_mode, dtype):
+    a = 20.0 + torch.rand(4, 6, dtype=dtype)
+    filled = a.clone()
+    filled[2] = 0.0  # counted as rewards, these would make the std of the batch ten times what it is
+    b = torch.rand(4, 6, dtype=dtype)
+    judged = [True, True, False, True]
+    got = combine_component_advantages(
+        {"a": filled, "b": b}, {"a": 1.0, "b": 1.0}, applies={"a": judged, "b": [True] * 4}, std_mode=std_mode
+    )
+    alone = normalize_grouped(a[judged], std_mode) + normalize_grouped(b, std_mode)[judged]
+    torch.testing.assert_close(got[judged], alone)
+    torch.testing.assert_close(got[2], normalize_grouped(b, std_mode)[2])
+
+
+def test_a_component_that_judges_no_group_adds_nothing():
+    a = torch.zeros(2, 3)
+    got = combine_component_advantages({"a": a}, {"a": 1.0}, applies={"a": [False, False]}, std_mode="batch")
+    assert torch.equal(got, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("applies", [{}, {"a": [True] * 2}, {"b": [True]}])
+def test_applies_that_does_not_fit_is_refused(applies):
+    with pytest.raises(ValueError):
+        combine_component_advantages({"a": STEP}, {"a": 1.0}, applies=applies)
+
+
 def test_one_candidate_per_prompt_forces_none_so_that_all_advantages_are_zero():
     got = combine_component_advantages({"a": torch.rand(4, 1)}, {"a": 1.0}, std_mode="group")
     assert torch.equal(got, torch.zeros(4, 1))

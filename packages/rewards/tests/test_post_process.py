@@ -8,6 +8,7 @@ from flowgrpo_rewards import RewardConfig, post_process
 from flowgrpo_rewards.post_process import advantage_metrics
 from flowgrpo_rewards.protocol import (
     GroupRewardError,
+    Invalid,
     RewardTimeoutError,
     ScorerContractError,
     Value,
@@ -108,6 +109,44 @@ def test_a_routed_prompt_is_judged_by_its_component_alone():
     assert report.components == {"pick": [[0.0, 0.0], [1.0, 2.0]], "ocr": [[0.0, 5.0], [0.0, 5.0]]}
     assert report.applies == {"pick": [False, True], "ocr": [True, True]}
     assert report.metrics["reward/pick_mean"] == 1.5
+
+
+def report_with_a_component_that_fails_in_the_last_group():
+    """pick is 20 + slot, ocr 0.5; pick fails in group 2."""
+
+    def answer(sample):
+        pick = Invalid("no answer") if sample.group_index == 2 and sample.slot == 0 else Value(20.0 + sample.slot)
+        return {"pick": pick, "ocr": Value(0.5)}
+
+    config = RewardConfig(reward_required_components=("ocr",), reward_component_weights={"pick": 1.0, "ocr": 2.0})
+    return post_process(grid_of_samples(3, 2), FakeScorer(components=("pick", "ocr"), answer=answer), config)
+
+
+def test_the_mean_reward_is_that_of_groups_with_all_their_components_and_no_zero_stands_in():
+    report = report_with_a_component_that_fails_in_the_last_group()
+    assert report.metrics["reward/mean"] == 21.5
+    assert report.metrics["reward/pick_mean"] == 20.5
+    assert (report.reward(0, 1), report.reward(2, 1)) == (22.0, None)
+    assert (report.values(0, 1), report.values(2, 1)) == ({"pick": 21.0, "ocr": 0.5}, {"ocr": 0.5})
+
+
+def test_without_a_whole_group_there_is_no_mean_reward():
+    def answer(sample):
+        return {"pick": Invalid("down"), "ocr": Value(0.5)}
+
+    config = RewardConfig(reward_required_components=("ocr",), reward_component_weights={"pick": 1.0, "ocr": 1.0})
+    report = post_process(grid_of_samples(2, 2), FakeScorer(components=("pick", "ocr"), answer=answer), config)
+    assert "reward/mean" not in report.metrics
+    assert report.incomplete == {0, 1}
+
+
+def test_a_component_without_weight_that_fails_leaves_the_reward_whole():
+    def answer(sample):
+        return {"pick": Value(2.0), "ocr": Invalid("down")}
+
+    config = RewardConfig(reward_required_components=("pick",), reward_component_weights={"pick": 1.0})
+    report = post_process(grid_of_samples(1, 2), FakeScorer(components=("pick", "ocr"), answer=answer), config)
+    assert (report.metrics["reward/mean"], report.reward(0, 0)) == (2.0, 2.0)
 
 
 def test_a_route_to_a_component_that_is_not_there_is_refused():

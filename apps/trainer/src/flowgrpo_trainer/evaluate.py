@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from flowgrpo_dataprep.source import Prompt
+from flowgrpo_rewards import RewardReport
 
 from flowgrpo_trainer.fleet import Fleet
 from flowgrpo_trainer.rollout import RolloutContext, RolloutGroup
@@ -49,30 +50,24 @@ class Evaluator:
             )
             report = fleet.score(groups)
         samples = [
-            self._sample(group, slot, report.components, report.weights, trained_rollouts)
+            self._sample(group, slot, report, trained_rollouts)
             for group in groups
             for slot in range(self.samples_per_prompt)
         ]
         self.folder.write_eval(Evaluation(step=trained_rollouts, sets={self.name: samples}))
-        metrics = {f"eval/{self.name}/reward_mean": fmean(sample.reward for sample in samples)}
+        series = {"reward": [s.reward for s in samples if s.reward is not None]}
         for component in report.components:
-            metrics[f"eval/{self.name}/{component}_mean"] = fmean(s.components[component] for s in samples)
-        return metrics
+            series[component] = [s.components[component] for s in samples if component in s.components]
+        # A mean of nothing is left out: it is not 0.
+        return {f"eval/{self.name}/{name}_mean": fmean(values) for name, values in series.items() if values}
 
-    def _sample(
-        self,
-        group: RolloutGroup,
-        slot: int,
-        components: dict[str, list[list[float]]],
-        weights: dict[str, float],
-        step: int,
-    ) -> EvalSample:
-        values = {name: rows[group.group_index][slot] for name, rows in components.items()}
+    def _sample(self, group: RolloutGroup, slot: int, report: RewardReport, step: int) -> EvalSample:
+        values = report.values(group.group_index, slot)
         index = group.group_index * self.samples_per_prompt + slot
         picture = self.folder.keep_image(group.files.images[slot], step=step, set_name=self.name, index=index)
         return EvalSample(
             prompt=group.prompt.prompt,
-            reward=sum(weights[name] * value for name, value in values.items()),
+            reward=report.reward(group.group_index, slot),
             components=values,
             correct=values[CORRECT] == 1.0 if CORRECT in values else None,
             image=picture,

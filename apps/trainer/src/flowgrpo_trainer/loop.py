@@ -114,9 +114,9 @@ def evaluate(run: Run, fleet: Fleet, trained: int) -> dict[str, float]:
 
 
 def advantages(rewards: RewardReport, std_mode: Literal["group", "batch", "none"]) -> Tensor:
-    """[G, N] float64: every component normalised in its group, combined by weight (T3, M4)."""
+    """[G, N] float64: every component normalised over the groups it applies to, combined by weight (T3, M4)."""
     components = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in rewards.components.items()}
-    return combine_component_advantages(components, rewards.weights, std_mode=std_mode)
+    return combine_component_advantages(components, rewards.weights, applies=rewards.applies, std_mode=std_mode)
 
 
 def _moved(metrics: dict[str, float]) -> bool:

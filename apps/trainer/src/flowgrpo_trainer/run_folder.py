@@ -63,9 +63,10 @@ class EvalSample:
     """One picture of a held-out prompt, scored."""
 
     prompt: str
-    reward: float
-    """Weighted sum of the raw components."""
+    reward: float | None
+    """Weighted sum of the raw components; none where one with a weight had no value."""
     components: Mapping[str, float]
+    """Those that judge the prompt and had a value."""
     correct: bool | None = None
     """Whether the picture is right in every component; none where the scorer cannot tell."""
     image: str | None = None

@@ -3,7 +3,7 @@
 Shapes: G prompt groups, N candidates of a group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -57,6 +57,7 @@ def combine_component_advantages(
     components: Mapping[str, Tensor],
     weights: Mapping[str, float],
     *,
+    applies: Mapping[str, Sequence[bool]] | None = None,
     std_mode: StdMode = "group",
     eps: float = 1e-6,
 ) -> Tensor:
@@ -68,6 +69,8 @@ def combine_component_advantages(
     Args:
         components: name -> rewards [G, N], all of one shape.
         weights: name -> weight, finite, for exactly the same names.
+        applies: name -> [G] whether the component judges the group; None: each judges all. What the rows of other
+            groups hold is never read: they do not count in a standard deviation, and add 0.
 
     Raises:
         ValueError: no component, names that differ, a weight that is not finite, shapes that differ; and the
@@ -82,6 +85,8 @@ def combine_component_advantages(
             f"components without a weight: {without_weight}; weights without a component: {without_reward}; "
             "give each component one weight (0 leaves it out of the sum)"
         )
+    if applies is not None and (unsaid := components.keys() - applies.keys()):
+        raise ValueError(f"applies does not say which groups {sorted(unsaid)} judge(s); give one entry for each group")
     total: Tensor | None = None
     for name, rewards_GN in components.items():
         weight = float(weights[name])
@@ -93,10 +98,31 @@ def combine_component_advantages(
                 "all components score the same candidates"
             )
         single = rewards_GN.ndim == 2 and rewards_GN.shape[1] == 1
-        weighted = weight * _normalize(name, rewards_GN, "none" if single else std_mode, eps)
+        mode = "none" if single else std_mode
+        weighted = weight * _normalize_where(name, rewards_GN, applies and applies[name], mode, eps)
         total = weighted if total is None else total + weighted
     assert total is not None
     return total
+
+
+def _normalize_where(
+    name: str, rewards_GN: Tensor, applies: Sequence[bool] | None, std_mode: StdMode, eps: float
+) -> Tensor:
+    """`_normalize` of the groups that `applies` names (None: all); 0 for the others."""
+    if applies is None:
+        return _normalize(name, rewards_GN, std_mode, eps)
+    judged_G = torch.tensor(list(applies), dtype=torch.bool, device=rewards_GN.device)
+    if judged_G.shape != rewards_GN.shape[:1]:
+        raise ValueError(
+            f"applies of component {name!r} has {len(judged_G)} entries for rewards of shape {list(rewards_GN.shape)}; "
+            "give one for each group"
+        )
+    result = torch.zeros_like(rewards_GN)
+    if judged_G.any():
+        normal = _normalize(name, rewards_GN[judged_G], std_mode, eps)
+        result = result.to(normal.dtype)
+        result[judged_G] = normal
+    return result
 
 
 def _normalize(name: str, rewards_GN: Tensor, std_mode: StdMode, eps: float) -> Tensor:

@@ -36,19 +36,35 @@ class RewardReport:
     """What one rollout was worth."""
 
     components: dict[str, list[list[float]]]
-    """Component to raw values [G][N], all finite. Where `applies` is False for a group, its row is 0:
-    constant, so its centred advantage is 0 and the component does not count there."""
+    """Component to raw values [G][N], all finite. Where `applies` is False for a group its row is 0 and no value:
+    whoever reads a row asks `applies` first."""
     weights: dict[str, float]
     """Component to weight in the advantage, for each of `components`."""
     applies: dict[str, list[bool]]
     """Component to [G]: whether it judges the group (routing) and is whole there."""
     left_out: tuple[ComponentFailure, ...] = ()
     """Optional components that had no value somewhere, and so do not count in that group."""
+    incomplete: frozenset[int] = frozenset()
+    """Groups, by place in the rollout, that a component with a weight was left out of."""
     score_time: float = 0.0
     """Seconds of scoring alone."""
     score_samples_per_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     """`reward/...` series of requirements section 12, but for those of the advantage (`advantage_metrics`)."""
+
+    def values(self, group: int, slot: int) -> dict[str, float]:
+        """Component to raw value of one candidate, only those that apply to its group."""
+        return {name: rows[group][slot] for name, rows in self.components.items() if self.applies[name][group]}
+
+    def reward(self, group: int, slot: int) -> float | None:
+        """Weighted sum of the raw components of one candidate.
+
+        None in an `incomplete` group: a sum without that component cannot be compared with others. A component that
+        the prompt is not routed to is no part of the sum and hinders nothing.
+        """
+        if group in self.incomplete:
+            return None
+        return math.fsum(self.weights[name] * value for name, value in self.values(group, slot).items())
 
 
 def post_process(
@@ -81,13 +97,16 @@ def post_process(
     applies: dict[str, list[bool]] = {}
     fatal: list[ComponentFailure] = []
     left_out: list[ComponentFailure] = []
+    incomplete: set[int] = set()
     for name in scorer.components:
         components[name], applies[name] = [], []
-        for group, route, row in zip(groups, routes, results_GN, strict=True):
+        for place, (group, route, row) in enumerate(zip(groups, routes, results_GN, strict=True)):
             values, failures = _finite_values(name, group, row) if name in route else ([0.0] * n, [])
             (fatal if name in required else left_out).extend(failures)
             components[name].append(values if not failures else [0.0] * n)
             applies[name].append(name in route and not failures)
+            if failures and config.weight(name):
+                incomplete.add(place)
     if fatal:
         raise GroupRewardError(fatal)
 
@@ -97,6 +116,7 @@ def post_process(
         weights=weights,
         applies=applies,
         left_out=tuple(left_out),
+        incomplete=frozenset(incomplete),
         score_time=score_time,
         score_samples_per_s=len(samples) / score_time if score_time > 0 else math.inf,
     )
@@ -238,32 +258,33 @@ def _check_names(names: set[str], scorer: GenerativeRewardScorer) -> None:
 def reward_metrics(report: RewardReport) -> dict[str, float]:
     """The `reward/...` series of a report. Standard deviations are those of the population.
 
-    `reward/mean` is the mean of the weighted sum of the raw components over all candidates.
+    `reward/mean` is the mean over candidates of `RewardReport.reward`, so `incomplete` groups are no part of it.
+    A mean of nothing is not there, for it is not 0.
     `reward/group_std_mean` is the mean over groups of the standard deviation of the weighted sum of the raw
-    components: near 0, the scorer cannot tell a group's candidates apart and nothing is learned.
+    components that apply: near 0, the scorer cannot tell a group's candidates apart and nothing is learned.
     """
     metrics: dict[str, float] = {}
     for name, values_GN in report.components.items():
         rows = [row for row, applies in zip(values_GN, report.applies[name], strict=True) if applies]
         flat = [value for row in rows for value in row]
         if not flat:
-            continue  # no group of this rollout is judged by it: a mean of nothing is not 0
+            continue  # no group of this rollout is judged by it
         metrics[f"reward/{name}_mean"] = math.fsum(flat) / len(flat)
         metrics[f"reward/{name}_std"] = _std(flat)
         metrics[f"reward/{name}_min"] = min(flat)
         metrics[f"reward/{name}_max"] = max(flat)
         metrics[f"reward/{name}_group_std_mean"] = math.fsum(map(_std, rows)) / len(rows)
-    names = list(report.components)
-    total_GN = [
-        [
-            math.fsum(report.weights[name] * v for name, v in zip(names, candidate, strict=True))
-            for candidate in zip(*rows, strict=True)
-        ]
-        for rows in zip(*report.components.values(), strict=True)
+    rows_GN = next(iter(report.components.values()))
+    G, N = len(rows_GN), len(rows_GN[0])
+    rewards = [reward for g in range(G) for n in range(N) if (reward := report.reward(g, n)) is not None]
+    if rewards:
+        metrics["reward/mean"] = math.fsum(rewards) / len(rewards)
+    totals_GN = [
+        [math.fsum(report.weights[c] * value for c, value in report.values(g, n).items()) for n in range(N)]
+        for g in range(G)
     ]
-    metrics["reward/mean"] = math.fsum(map(math.fsum, total_GN)) / (len(total_GN) * len(total_GN[0]))
-    metrics["reward/num_groups"] = float(len(total_GN))
-    metrics["reward/group_std_mean"] = math.fsum(map(_std, total_GN)) / len(total_GN)
+    metrics["reward/num_groups"] = float(G)
+    metrics["reward/group_std_mean"] = math.fsum(map(_std, totals_GN)) / G
     metrics["reward/invalid"] = float(len(report.left_out))
     metrics["reward/score_time"] = report.score_time
     metrics["reward/score_samples_per_s"] = report.score_samples_per_s

@@ -190,7 +190,8 @@ def warnings(data: RunData) -> list[Warned]:
         found.append(
             Warned(
                 f"{_count(sum(lost.values()), 'component value')} could not be used",
-                f"The scorer gave none, or none that is finite, so their group counts 0 there: {_at(list(lost))}.",
+                "The scorer gave none, or none that is finite, so that component did not count in their group: "
+                f"{_at(list(lost))}.",
             )
         )
     for name, (noun, meaning) in COUNTERS.items():
