@@ -57,6 +57,7 @@ def test_the_sde_steps_are_the_same_on_every_rank_and_differ_between_rollouts():
         {},
         {"sde_indices": (0,)},
         {"sde_type": "cps", "sde_indices": (11,)},
+        {"sde_type": "cps", "eta": 1.01, "sde_indices": (1,)},
     ],
     ids=str,
 )

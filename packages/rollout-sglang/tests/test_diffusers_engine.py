@@ -10,10 +10,19 @@ from diffusers import QwenImagePipeline
 from flowgrpo_math import qwen_image_sigmas, transition_logp
 from flowgrpo_math.transition import transition
 from flowgrpo_rollout_sglang.config import EngineConfig, SamplingConfig
-from flowgrpo_rollout_sglang.diffusers_engine import MAX_TEXT_TOKENS, DiffusersEngine
+from flowgrpo_rollout_sglang.diffusers_engine import DiffusersEngine
 from flowgrpo_rollout_sglang.engine import EngineError, EngineOutOfMemory
 from flowgrpo_rollout_sglang.noise import initial_latent
 from flowgrpo_rollout_sglang.request import GroupRequest
+from flowgrpo_rollout_sglang.text_window import (
+    LONG_PROMPT_HINT,
+    MAX_PROMPT_TOKENS,
+    MAX_TEXT_TOKENS,
+    TEMPLATE,
+    TEMPLATE_BEGINS,
+    TEMPLATE_ENDS,
+    text_tokens,
+)
 from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
 from flowgrpo_rollout_sglang.wire import WeightSender, WeightSyncError
 
@@ -167,10 +176,22 @@ def test_a_size_that_does_not_fit_the_model_is_refused(engine, sampling):
     assert error.value.engine == "engine0"
 
 
-def test_a_prompt_beyond_the_text_window_is_refused_not_cut(engine):
-    with pytest.raises(EngineError) as error:
-        engine.generate([request("red " * (MAX_TEXT_TOKENS + 1))])
-    assert str(MAX_TEXT_TOKENS) in str(error.value)
+def test_a_prompt_that_fills_the_text_window_is_kept_whole_and_a_longer_one_is_refused(engine):
+    """Of 508 tokens by one, of 1,500 far beyond where the pipeline cuts: both with their true length and the remedy."""
+    (drawn,) = engine.generate([request("a" + " red" * (MAX_PROMPT_TOKENS - 1), N=1)])
+    assert len(drawn.prompt_embeds_LE) == MAX_TEXT_TOKENS
+    for words in (MAX_PROMPT_TOKENS + 1, 1500):
+        with pytest.raises(EngineError) as error:
+            engine.generate([request("a" + " red" * (words - 1))])
+        assert str(words) in error.value.what
+        assert error.value.hint == LONG_PROMPT_HINT
+
+
+def test_the_template_that_prompts_are_counted_with_is_the_pipelines(engine):
+    pipeline = engine._loaded()
+    assert pipeline.prompt_template_encode == TEMPLATE
+    assert pipeline.prompt_template_encode_start_idx == TEMPLATE_BEGINS
+    assert text_tokens(pipeline.tokenizer, "") == TEMPLATE_ENDS
 
 
 def test_it_refuses_to_generate_asleep_and_wakes_with_the_same_weights():

@@ -5,6 +5,7 @@ No torch here: preflight reads this file on a laptop in milliseconds.
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -126,11 +127,17 @@ class SamplingConfig:
                 "Replay runs one conditional forward; a guided rollout would train a policy it never sampled.",
                 "set guidance_scale to 1.0",
             )
-        if not self.eta > 0:
+        if not 0 < self.eta < math.inf:
             yield Problem(
                 f"{where}eta = {self.eta}",
                 "Without noise there is no density to train on.",
                 "set eta above 0",
+            )
+        elif self.sde_type == "cps" and self.eta > 1:
+            yield Problem(
+                f"{where}eta = {self.eta} under cps",
+                "`cps` takes eta as a share of a quarter turn between signal and noise.",
+                "set eta to at most 1",
             )
         if not 0 < self.sigma_max < 1:
             yield Problem(f"{where}sigma_max = {self.sigma_max}", "It must lie in (0, 1).", "use 0.99")

@@ -24,11 +24,10 @@ from flowgrpo_rollout_sglang.engine import EngineError, EngineOutOfMemory
 from flowgrpo_rollout_sglang.noise import candidate_noise, initial_latent, unpack_latents
 from flowgrpo_rollout_sglang.one_frame import skip_empty_frames
 from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
+from flowgrpo_rollout_sglang.text_window import LONG_PROMPT_HINT, MAX_TEXT_TOKENS, text_tokens, too_long
 from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
 from flowgrpo_rollout_sglang.wire import VerifyReport, WeightReceiver, strip_transport_wrappers
 
-MAX_TEXT_TOKENS = 512
-"""Qwen-Image's text window after the template."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TAGS = ("weights", "frozen")
 CANDIDATES = {"cpu": 64, "cuda": 16}
@@ -192,14 +191,11 @@ class DiffusersEngine:
 
     def _encode_uncached(self, prompt: str) -> Tensor:
         """[L, E], unpadded. Raises EngineError if the prompt exceeds the text window."""
+        pipeline = self._loaded()
+        if (tokens := text_tokens(pipeline.tokenizer, prompt)) > MAX_TEXT_TOKENS:  # the pipeline would cut it
+            raise EngineError(self.name, too_long(tokens, prompt), LONG_PROMPT_HINT)
         with self._memory_for("encoding a prompt", LOWER_RESIDENT):
-            embeds_1LE, _ = self._loaded().encode_prompt([prompt], device=self.config.device)
-        if embeds_1LE.shape[1] > MAX_TEXT_TOKENS:
-            raise EngineError(
-                self.name,
-                f"a prompt of {embeds_1LE.shape[1]} tokens exceeds the window of {MAX_TEXT_TOKENS}: {prompt[:80]!r}",
-                "shorten it, or drop it with `dataprep curate`",
-            )
+            embeds_1LE, _ = pipeline.encode_prompt([prompt], device=self.config.device)
         return embeds_1LE[0]
 
     def _decode(self, x_BPC: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:

@@ -26,6 +26,7 @@ from flowgrpo_rollout_sglang.sglang_process import ServerProcess
 from flowgrpo_rollout_sglang.wire import VerifyReport, WeightSyncError
 
 NATIVE_PIPELINE = "QwenImagePipeline"
+_GONE_WITHIN_S = 1.0
 CPU_ENVIRONMENT = {"SGLANG_DIFFUSION_PLATFORM_OVERRIDE": "cpu"}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -246,7 +247,8 @@ class SGLangNativeGenerationEngine:
         try:
             answer = server.client.request(method, path, **request)
         except httpx.TransportError as error:
-            how = server.ended() or f"the connection broke ({type(error).__name__})"
+            # A server that dies closes its connections a moment before it is gone.
+            how = server.ended(within_s=_GONE_WITHIN_S) or f"the connection broke ({type(error).__name__})"
             hint = "start a fresh engine, then send it the weights"
             raise server.error(f"{how} during {path}", hint, EngineLostError) from error
         if answer.status_code == 200:
@@ -260,7 +262,7 @@ class SGLangNativeGenerationEngine:
             raise self._weight_error(detail)
         if kind == "internal":
             raise server.error(f"{path} failed: {detail}")
-        raise EngineError(self.name, f"{path} was refused: {detail}")
+        raise EngineError(self.name, f"{path} was refused: {detail}", said.get("hint", ""))
 
     def _weight_error(self, detail: str) -> WeightSyncError:
         """The server's error under this engine's name, and its rank's where it has several."""

@@ -20,7 +20,7 @@ import httpx
 
 from flowgrpo_rollout_sglang.engine import EngineError
 from flowgrpo_rollout_sglang.server.contract import ENDPOINT_VARIABLE, TOKEN_VARIABLE
-from flowgrpo_rollout_sglang.server.launch import FOLDER_VARIABLE, PARENT_VARIABLE
+from flowgrpo_rollout_sglang.server.launch import FOLDER_VARIABLE, PARENT_VARIABLE, how_ended, last_words
 
 LOG_TAIL_LINES = 40
 _LOOK_EVERY_S = 0.25
@@ -93,14 +93,23 @@ class ServerProcess:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
 
-    def ended(self) -> str | None:
-        """How the process ended, in words; None while it runs."""
-        code = self._process.poll() if self._process else None
+    def ended(self, within_s: float = 0.0) -> str | None:
+        """How the process ended, in words; None while it runs, and goes on to run for `within_s`.
+
+        A server whose scheduler is gone kills itself: then the reason that it gave, not that signal.
+        """
         if self._process is None:
             return "the server was not started"
-        if code is None:
+        try:
+            code = self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
             return None
-        return f"the server was killed by signal {-code}" if code < 0 else f"the server exited with code {code}"
+        if code == -signal.SIGKILL:
+            begins = last_words(self._process.pid)
+            for line in reversed(log_tail(self.log)):
+                if begins in line:
+                    return f"the server ended itself: {line.partition(begins)[2]}"
+        return f"the server {how_ended(code)}"
 
     def error(self, what: str, hint: str = "", kind: type[EngineError] = EngineError) -> EngineError:
         """An error of `kind` that ends with the last lines of the log."""

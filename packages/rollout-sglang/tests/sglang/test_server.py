@@ -18,6 +18,7 @@ from flowgrpo_rollout_sglang.noise import initial_latent
 from flowgrpo_rollout_sglang.patch import insertions
 from flowgrpo_rollout_sglang.server.contract import SAFETENSORS, ContractError, parse, read_echo
 from flowgrpo_rollout_sglang.sglang_engine import wave_body
+from flowgrpo_rollout_sglang.text_window import LONG_PROMPT_HINT
 from safetensors.torch import load as load_tensors
 
 pytestmark = pytest.mark.timeout(900)  # the server's start is in the first test's time
@@ -28,6 +29,12 @@ Seen: 1e-6 on a CPU, 6e-6 on an H200."""
 FP32_ATOL = 1e-6
 """Nats per element, SGLang's forward against diffusers' in fp32. Seen: 3e-7; eps_clip is 1e-4."""
 ROWS = runpy.run_path(str(Path(__file__).parent / "rows.py"))
+UPGRADE = {
+    "connection": "Upgrade",
+    "upgrade": "websocket",
+    "sec-websocket-version": "13",
+    "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
+}
 STEPS = {"sde": (1, 3, 5, 7), "dance": (0, 1, 3, 5, 7), "cps": (0, 1, 3, 5, 6)}
 
 
@@ -55,6 +62,8 @@ def test_the_server_answers_nobody_without_the_token(engine):
     url = f"http://127.0.0.1:{engine._loaded().client.base_url.port}/"
     for path in ("rollout/generate", "flowgrpo/weights/abort", "v1/images/generations"):
         assert httpx.post(url + path, json={}, trust_env=False, timeout=60).status_code == 401
+    for path in ("v1/realtime_video/generate", "no/such/route"):  # the first is SGLang's own websocket
+        assert httpx.get(url + path, headers=UPGRADE, trust_env=False, timeout=60).status_code == 403
     assert httpx.get(url + "health", trust_env=False, timeout=60).status_code == 200
 
 
@@ -255,6 +264,7 @@ def test_a_prompt_of_512_tokens_is_kept_whole_and_a_longer_one_is_refused(engine
     with pytest.raises(EngineError) as error:
         draw(words + 12)
     assert "512" in error.value.what
+    assert error.value.hint == LONG_PROMPT_HINT
 
 
 # ---------------------------------------------------------------------- sleep and wake

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import uvicorn
 from flowgrpo_rollout_sglang.config import EngineConfig
 from flowgrpo_rollout_sglang.engine import EngineError, EngineLostError, SGLangNativeGenerationEngine
 from flowgrpo_rollout_sglang.patch import copy
@@ -96,6 +97,47 @@ def test_a_port_that_was_taken_in_the_meantime_is_exchanged(tmp_path):
     assert not group_members(group)
 
 
+SCHEDULER_DIES = """
+    import multiprocessing, os, signal
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path != '/health':
+                {end}
+                time.sleep(60)
+            self.send_response(200); self.send_header('content-length', '0'); self.end_headers()
+    worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,), name='scheduler-0')
+    worker.start()
+    ThreadingHTTPServer(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])), Handler).serve_forever()"""
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("time.sleep(0.6); os.kill(worker.pid, signal.SIGSEGV)", "scheduler-0 was killed by SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "the server was killed by SIGTERM"),
+        ("os._exit(3)", "the server exited with code 3"),
+    ],
+)
+def test_the_error_of_a_request_says_first_how_the_server_ended(tmp_path, end, told):
+    engine = SGLangNativeGenerationEngine(EngineConfig(name="x", model_path=str(tmp_path)))
+    engine._server = fake_server(tmp_path, SCHEDULER_DIES.format(end=end))
+    engine._server.start(timeout_s=60)
+    with pytest.raises(EngineLostError) as error:
+        engine.info()
+    engine.stop()
+    assert told in error.value.what.splitlines()[0]
+
+
+def test_a_connection_is_not_used_again_near_the_age_at_which_uvicorn_closes_it(tmp_path):
+    server = fake_server(tmp_path, SCHEDULER_DIES.format(end="pass"))
+    server.start(timeout_s=60)
+    try:
+        assert server.client._transport._pool._keepalive_expiry <= uvicorn.Config("").timeout_keep_alive / 2
+    finally:
+        server.stop()
+
+
 def test_a_start_is_refused_without_the_patch_with_the_command_to_run(model_folder, tmp_path, monkeypatch):
     monkeypatch.setenv(copy.CACHE_VARIABLE, str(tmp_path))
     folder = copy.apply()
@@ -137,7 +179,8 @@ def test_a_scheduler_killed_in_flight_is_told_and_the_engine_starts_again(engine
     thread.join(60)
     assert not thread.is_alive()
     assert isinstance(failures[0], EngineLostError)
-    assert "scheduler process ended" in failures[0].what
+    assert "scheduler process ended" in failures[0].what.splitlines()[0]
+    assert "SIGKILL" in failures[0].what.splitlines()[0]
     engine.stop()
     assert not group_members(group)
     engine.start()

@@ -20,8 +20,6 @@ TOKEN_VARIABLE = "FLOWGRPO_TOKEN"
 ENDPOINT_VARIABLE = "FLOWGRPO_ENDPOINT"
 GRAPHS_VARIABLE = "FLOWGRPO_CUDA_GRAPHS"
 """1 where the server is to replay forwards as CUDA graphs."""
-MAX_TEXT_TOKENS = 512
-"""Qwen-Image's text window, counted after the prompt template."""
 
 GROUP_FIELDS = {
     "prompt": "the text",
@@ -54,11 +52,11 @@ def read_echo(content: bytes) -> dict[str, Any]:
 
 
 class ContractError(ValueError):
-    """A request that the server does not take: every fault of it, in words."""
+    """A request that the server does not take: every fault of it, in words, and the remedy where it is known."""
 
-    def __init__(self, faults: tuple[str, ...]):
-        super().__init__(faults)
-        self.faults = faults
+    def __init__(self, faults: tuple[str, ...], hint: str = ""):
+        super().__init__(faults, hint)
+        self.faults, self.hint = faults, hint
 
     def __str__(self) -> str:
         return "; ".join(self.faults)

@@ -103,7 +103,7 @@ class Server:
         except WeightSyncError as error:
             return 409, {"error": "weights", "detail": error.to_json()}
         except (ContractError, UnknownTagError) as error:
-            return 400, {"error": "request", "detail": str(error)}
+            return 400, {"error": "request", "detail": str(error), "hint": getattr(error, "hint", "")}
         except RefusedError as error:
             return 409, {"error": "refused", "detail": str(error)}
         except Exception as error:  # the boundary of the process: the caller must read what happened

@@ -1,11 +1,10 @@
 """The FastAPI side: the token, the routes of the rollout contract, and refusals of stock routes that would break it.
 
 Called by: the patch, when SGLang makes its app. The routes stand before SGLang's own, so those of the same path
-are never reached. Every request but `/health` needs the token that the engine put into the environment.
+are never reached. Everything but `/health` needs the token that the engine put into the environment (`access`).
 """
 
 import base64
-import hmac
 import json
 import os
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from safetensors.torch import save as save_tensors
 from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_client
 from torch import Tensor
 
+from flowgrpo_rollout_sglang.server.access import TokenRequired
 from flowgrpo_rollout_sglang.server.contract import (
     ANSWER_FILE,
     SAFETENSORS,
@@ -29,7 +29,6 @@ from flowgrpo_rollout_sglang.server.contract import (
 )
 
 REFUSED_ROUTES = ("/update_weights_from_disk", "/v1/set_lora", "/v1/merge_lora_weights", "/v1/unmerge_lora_weights")
-OPEN_ROUTES = ("/health",)
 WEIGHT_VERBS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "split": ((), {}),
     "begin": (("manifest", "channel"), {"rank": 0}),
@@ -42,7 +41,7 @@ WEIGHT_VERBS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 def install(app: FastAPI, server_args: Any) -> None:
     """Called by the patch with the new app, before SGLang adds its own routes."""
-    _require_token(app)
+    app.add_middleware(TokenRequired, token=os.environ.get(TOKEN_VARIABLE, ""))
 
     @app.post("/rollout/generate")
     async def generate(request: Request) -> Response:
@@ -95,17 +94,6 @@ def install(app: FastAPI, server_args: Any) -> None:
 async def _refuse(request: Request) -> Response:
     detail = f"{request.url.path} writes weights without a version: use /set_lora_from_tensor or a weight transaction"
     return _reply((409, {"error": "refused", "success": False, "detail": detail}))
-
-
-def _require_token(app: FastAPI) -> None:
-    token = os.environ.get(TOKEN_VARIABLE, "")
-
-    @app.middleware("http")
-    async def check_token(request: Request, call_next: Any) -> Response:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if token and request.url.path not in OPEN_ROUTES and not hmac.compare_digest(given.encode(), token.encode()):
-            return _reply((401, {"error": "token", "detail": "this engine belongs to another driver"}))
-        return await call_next(request)
 
 
 async def _ask(name: str, *arguments: Any) -> tuple[int, Any]:

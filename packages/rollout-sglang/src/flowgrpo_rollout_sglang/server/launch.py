@@ -15,13 +15,18 @@ from multiprocessing.connection import wait
 
 PARENT_VARIABLE = "FLOWGRPO_PARENT_FD"
 FOLDER_VARIABLE = "FLOWGRPO_FOLDER"
-_LOOK_EVERY_S = 1.0
+_LOOK_EVERY_S = 0.25
 _REAP_WITHIN_S = 5.0
+
+
+def last_words(pid: int) -> str:
+    """How the line begins in which server `pid` says why it ends itself: the engine looks for it in the log."""
+    return f"flowgrpo: ending server {pid}: "
 
 
 def _end_group(why: str) -> None:
     """Ends this server and everything it started: they share a process group."""
-    print(f"flowgrpo: {why}; ending the server", file=sys.stderr, flush=True)
+    print(f"{last_words(os.getpid())}{why}", file=sys.stderr, flush=True)
     for child in multiprocessing.active_children():  # one by one first, so that none is left unreaped
         child.kill()
         child.join(_REAP_WITHIN_S)
@@ -43,9 +48,26 @@ def _watch_scheduler() -> None:
     """Without its scheduler the HTTP side would keep every request waiting for ever. Each device has one; the
     others cannot go on without it."""
     children: set[multiprocessing.process.BaseProcess] = set()
-    while not wait([child.sentinel for child in children], timeout=_LOOK_EVERY_S):
+    while not (ended := wait([child.sentinel for child in children], timeout=_LOOK_EVERY_S)):
         children |= set(multiprocessing.active_children())
-    _end_group("the scheduler process ended")
+    ends = sorted(f"{child.name} {_how_it_ended(child)}" for child in children if child.sentinel in ended)
+    _end_group(f"the scheduler process ended: {', '.join(ends)}")
+
+
+def _how_it_ended(child: multiprocessing.process.BaseProcess) -> str:
+    child.join(_REAP_WITHIN_S)
+    if child.exitcode is None:
+        return "in an unknown way"
+    return how_ended(child.exitcode)
+
+
+def how_ended(code: int) -> str:
+    """An exit code in words: a signal by its name, for a process that one kills has no last words itself."""
+    if code >= 0:
+        return f"exited with code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    hint = " (by hand, or the system was out of memory)" if code == -signal.SIGKILL else ""
+    return f"was killed by {names.get(-code, f'signal {-code}')}{hint}"
 
 
 def main() -> None:

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from flowgrpo_rollout_sglang.noise import candidate_noise, pack_latents, unpack_latents
 from flowgrpo_rollout_sglang.one_frame import fuse_layers, skip_empty_frames
-from flowgrpo_rollout_sglang.server.contract import MAX_TEXT_TOKENS, Candidate, ContractError, Wave
+from flowgrpo_rollout_sglang.server.contract import Candidate, ContractError, Wave
 from flowgrpo_rollout_sglang.server.fused import fuse_gelu, use_cudnn_attention
 from flowgrpo_rollout_sglang.server.graphs import ForwardGraphs
+from flowgrpo_rollout_sglang.text_window import LONG_PROMPT_HINT, MAX_TEXT_TOKENS, TEMPLATE_BEGINS, too_long
 from flowgrpo_rollout_sglang.velocity import PATCH, latent_grid
 
-TEMPLATE_TOKENS = 34
-"""Qwen-Image's prompt template before the prompt; its hidden states are dropped."""
 DECODE_AT_ONCE = 16
 DEFAULT_CANDIDATES = 32
 
@@ -251,13 +250,12 @@ class Sampler:
         stage, config = self._text_stage, self._args.pipeline_config
         text = config.preprocess_text_funcs[0](prompt)
         tokens = stage.tokenizers[0]([text], truncation=False, return_tensors="pt").to(self.device)
-        length = tokens["input_ids"].shape[1] - TEMPLATE_TOKENS
+        length = tokens["input_ids"].shape[1] - TEMPLATE_BEGINS
         if length > MAX_TEXT_TOKENS:
-            why = f"a prompt of {length} tokens exceeds the window of {MAX_TEXT_TOKENS}: {prompt[:80]!r}"
-            raise ContractError((why,))
+            raise ContractError((too_long(length, prompt),), LONG_PROMPT_HINT)
         kwargs = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
         outputs = stage._forward_text_encoder(stage.text_encoders[0], {**kwargs, "output_hidden_states": True})
-        return outputs.hidden_states[-1][0, TEMPLATE_TOKENS:]
+        return outputs.hidden_states[-1][0, TEMPLATE_BEGINS:]
 
     def _decode(self, x_BPC: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
         """Packed latents to uint8 pictures [B, H, W, 3], in slices that bound the VAE's memory."""
