@@ -4,12 +4,14 @@ import gzip
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from flowgrpo_dataprep.cli import main
 from flowgrpo_dataprep.curate import CurateConfig, curate
 from flowgrpo_dataprep.errors import InputError
 from flowgrpo_dataprep.source import PromptSource
+from flowgrpo_dataprep.testing import write_tokenizer
 from flowgrpo_dataprep.text import content_key, count_words, folded, id_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,6 +100,20 @@ def test_a_rerun_gives_the_same_bytes_however_the_work_is_cut(tmp_path, monkeypa
     assert whole[0].duplicates == 50
 
 
+def test_prompts_of_too_many_tokens_go_and_their_number_is_told(tmp_path, capsys):
+    lines = [line("word " * 3, "a"), line("word " * 4, "b"), line("w" * 40, "c"), line("w x y z", "d")]
+    path, tokenizer = raw_file(tmp_path, lines), write_tokenizer(tmp_path / "tokenizer")
+    limit = {"max_prompt_tokens": 3, "tokenizer": tokenizer}
+    report, files = curated(tmp_path, path, eval_size=0, **limit)
+    assert (report.long, files["train.jsonl"]) == (2, [lines[0], lines[2]])
+    cut, _ = curated(tmp_path, path, eval_size=0, chunk_bytes=60, workers=2, **limit)
+    assert cut == report
+    flags = ["--input", str(path), "--out-dir", str(tmp_path / "out"), "--eval-size", "0", "--quiet"]
+    assert main(["curate", *flags, "--max-prompt-tokens", "3", "--tokenizer", str(tokenizer)]) == 0
+    assert "long 2" in capsys.readouterr().out
+    assert main(["curate", *flags, "--max-prompt-tokens", "3", "--tokenizer", str(tmp_path / "gone")]) == 2
+
+
 def test_the_split_of_a_record_does_not_depend_on_the_others(tmp_path):
     small, large = raw_file(tmp_path, many(300), "small.jsonl"), raw_file(tmp_path, many(900), "large.jsonl")
     _, few = curated(tmp_path, small, eval_fraction=0.2)
@@ -184,6 +200,9 @@ def test_too_few_prompts_are_told_and_nothing_is_written(tmp_path, settings):
         {"eval_fraction": 1.0},
         {"eval_subset_sizes": (0,)},
         {"eval_size": 3, "eval_subset_sizes": (4,)},
+        {"max_prompt_tokens": 507},
+        {"max_prompt_tokens": 0, "tokenizer": Path("x")},
+        {"tokenizer": Path("x")},
     ],
 )
 def test_settings_that_contradict_themselves_are_refused(tmp_path, settings):

@@ -4,8 +4,10 @@ import json
 
 import pytest
 from flowgrpo_dataprep.cli import main
+from flowgrpo_dataprep.errors import InputError
 from flowgrpo_dataprep.inspection import InspectConfig, as_text, inspect
-from flowgrpo_dataprep.testing import write_records
+from flowgrpo_dataprep.testing import write_records, write_tokenizer
+from flowgrpo_dataprep.tokens import count_tokens, load_tokenizer, most_tokens
 from PIL import Image
 
 
@@ -93,16 +95,39 @@ def test_lengths_are_held_against_the_text_window(tmp_path):
     assert sum(file.lengths) == 3
 
 
-def test_a_tokenizer_counts_tokens_exactly(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
+@pytest.mark.parametrize(("words", "refused"), [(200, False), (201, True)])
+def test_a_prompt_that_leaves_no_room_for_the_templates_end_is_a_problem(tmp_path, words, refused):
+    path = write_records(tmp_path / "t.jsonl", ["word " * 8, "word " * words])
+    config = InspectConfig(train=path, text_window=205, tokenizer=write_tokenizer(tmp_path / "tokenizer"))
+    report = inspect(config)
+    file = report.files["train"]
+    assert (file.length_unit, file.longest) == ("tokens", words)
+    assert (file.past_window, file.past_window_lines) == ((1, [2]) if refused else (0, []))
+    assert [f"--max-prompt-tokens {200}" in problem for problem in report.problems] == [True] * refused
 
-    tokenizer = Tokenizer(models.WordLevel({"word": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    path = write_records(tmp_path / "t.jsonl", ["word " * 8, "word " * 200])
-    config = InspectConfig(train=path, text_window=199, tokenizer=tmp_path)
-    file = inspect(config).files["train"]
-    assert (file.length_unit, file.longest, file.past_window) == ("tokens", 200, 1)
+
+def test_qwens_vocabulary_and_merges_count_as_its_tokenizer_json(tmp_path):
+    """Qwen-Image's own folder has no tokenizer.json."""
+    from tokenizers import pre_tokenizers
+
+    vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "re", "\u0120re", "\u0120red"]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: k for k, token in enumerate(vocabulary)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nr e\n\u0120 re\n\u0120re d\n")
+    (tmp_path / "added_tokens.json").write_text('{"<|im_end|>": 300}')
+    counts = {"red": 2, "red red": 3, "a red<|im_end|>": 3, "\u732b": 3, "\u0958": 6, "12\n": 3}
+    assert {prompt: count_tokens(prompt, tmp_path) for prompt in counts} == counts
+    assert all(count <= most_tokens(prompt) for prompt, count in counts.items())
+
+
+@pytest.mark.parametrize(
+    "files", [{}, {"tokenizer.json": "{"}, {"vocab.json": "{}"}, {"vocab.json": "", "merges.txt": ""}]
+)
+def test_a_folder_that_holds_no_tokenizer_is_named(tmp_path, files):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(InputError) as error:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in error.value.path
 
 
 def test_short_prompts_are_counted(tmp_path):

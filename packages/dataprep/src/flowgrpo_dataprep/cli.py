@@ -7,6 +7,9 @@ from pathlib import Path
 from flowgrpo_dataprep.errors import InputError
 from flowgrpo_dataprep.source import GENERATION_TASKS
 
+TOKENIZER_HELP = "the model's tokenizer folder, or its tokenizer.json, which counts tokens"
+WINDOW_HELP = "tokens that an engine takes, of which the prompt template's end needs 5 (default 512)"
+
 
 def main(arguments: list[str] | None = None) -> int:
     """The console script. Returns the exit code."""
@@ -48,6 +51,8 @@ def _curate(flags: argparse.Namespace) -> int:
         out_dir=flags.out_dir,
         prefix=flags.prefix,
         min_prompt_words=flags.min_prompt_words,
+        max_prompt_tokens=flags.max_prompt_tokens,
+        tokenizer=flags.tokenizer,
         dedup=flags.dedup,
         check_media=flags.check_media,
         eval_size=flags.eval_size,
@@ -57,8 +62,9 @@ def _curate(flags: argparse.Namespace) -> int:
     )
     report = curate(config, quiet=flags.quiet)
     print(
-        f"read {report.read:,}: skipped {report.skipped:,}, short {report.short:,}, missing media "
-        f"{report.missing_media:,}, duplicates {report.duplicates:,}, train {report.train:,}, eval {report.eval:,}"
+        f"read {report.read:,}: skipped {report.skipped:,}, short {report.short:,}, long {report.long:,}, "
+        f"missing media {report.missing_media:,}, duplicates {report.duplicates:,}, train {report.train:,}, "
+        f"eval {report.eval:,}"
     )
     _print_skipped(report.first_skipped, report.skipped)
     for path, records in report.files.items():
@@ -120,11 +126,15 @@ def _add_prepare(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_curate(commands: argparse._SubParsersAction) -> None:
-    curate = commands.add_parser("curate", help="drop duplicates and short prompts, split into train and eval")
+    curate = commands.add_parser("curate", help="drop duplicates, short and long prompts, split into train and eval")
     curate.add_argument("--input", required=True, nargs="+", type=Path, help="files that `prepare` wrote")
     curate.add_argument("--out-dir", required=True, type=Path)
     curate.add_argument("--prefix", default="", help="begins each file name")
     curate.add_argument("--min-prompt-words", type=int, default=1, help="drop shorter prompts (default 1)")
+    curate.add_argument(
+        "--max-prompt-tokens", type=int, help="drop longer prompts, counted by --tokenizer; Qwen-Image takes 507"
+    )
+    curate.add_argument("--tokenizer", type=Path, help=TOKENIZER_HELP)
     curate.add_argument(
         "--dedup", default="exact", choices=("exact", "folded"), help="folded: letter case and white space do not count"
     )
@@ -145,8 +155,8 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
     inspect.add_argument("--eval", type=Path)
     inspect.add_argument("--decode-media", action="store_true", help="open every picture that a record names")
     inspect.add_argument("--short-words", type=int, default=6, help="fewer words are a short prompt (default 6)")
-    inspect.add_argument("--text-window", type=int, default=512, help="tokens the text encoder keeps (default 512)")
-    inspect.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder, to count tokens exactly")
+    inspect.add_argument("--text-window", type=int, default=512, help=WINDOW_HELP)
+    inspect.add_argument("--tokenizer", type=Path, help=f"{TOKENIZER_HELP}; without one, bytes bound the tokens")
     inspect.add_argument("--strict", action="store_true", help="warnings are problems")
     inspect.add_argument("--json", action="store_true", help="print the whole report as JSON")
     inspect.add_argument("--quiet", action="store_true", help="no progress")

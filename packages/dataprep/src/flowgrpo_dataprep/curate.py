@@ -27,6 +27,7 @@ from flowgrpo_dataprep.progress import Progress
 from flowgrpo_dataprep.records import media_of, parse_record, resolve_media
 from flowgrpo_dataprep.spill import BUCKETS, SMALL_BYTES, SpilledRows, first_of_each
 from flowgrpo_dataprep.text import content_key, count_words, folded, id_key
+from flowgrpo_dataprep.tokens import count_tokens, load_tokenizer, most_tokens
 from flowgrpo_dataprep.writing import written_whole
 
 Dedup = Literal["exact", "folded"]
@@ -44,6 +45,10 @@ class CurateConfig:
     """Begins each file name: `pickapic_` gives pickapic_train.jsonl."""
     min_prompt_words: int = 1
     """Shorter prompts are dropped: short captions give a group no variance to learn from."""
+    max_prompt_tokens: int | None = None
+    """Longer prompts are dropped: an engine refuses what its text window does not hold, which ends a run."""
+    tokenizer: Path | None = None
+    """What counts those tokens: a tokenizer.json, or the tokenizer's folder."""
     dedup: Dedup = "exact"
     """`exact`: the same characters. `folded`: also prompts that differ by letter case or white space alone."""
     check_media: bool = True
@@ -62,6 +67,10 @@ class CurateConfig:
         """Raises ValueError for settings that contradict themselves."""
         if self.eval_size is not None and self.eval_size < 0:
             raise ValueError(f"--eval-size must be 0 or more, got {self.eval_size}")
+        if (self.max_prompt_tokens is None) != (self.tokenizer is None):
+            raise ValueError("--max-prompt-tokens and --tokenizer go together: the one is counted with the other")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ValueError(f"--max-prompt-tokens must be above 0, got {self.max_prompt_tokens}")
         if not 0.0 <= self.eval_fraction < 1.0:
             raise ValueError(f"--eval-fraction must be in [0, 1), got {self.eval_fraction}")
         if bad := [size for size in self.eval_subset_sizes if size < 1]:
@@ -72,7 +81,7 @@ class CurateConfig:
 
 @dataclass(kw_only=True)
 class CurateReport:
-    """What one `curate` did. A record counts once: skipped, short, missing media, duplicate, train or eval."""
+    """What one `curate` did. A record counts once: skipped, short, long, missing media, duplicate, train or eval."""
 
     read: int = 0
     """Lines that are not blank."""
@@ -81,6 +90,7 @@ class CurateReport:
     first_skipped: list[str] = field(default_factory=list)
     """The first ten of them, in words."""
     short: int = 0
+    long: int = 0
     missing_media: int = 0
     duplicates: int = 0
     train: int = 0
@@ -92,10 +102,12 @@ class CurateReport:
 def curate(config: CurateConfig, *, quiet: bool = True, chunk_bytes: int | None = None) -> CurateReport:
     """Writes `<prefix>train.jsonl`, `<prefix>eval.jsonl` and `<prefix>eval<N>.jsonl`.
 
-    Raises InputError, before anything is written, for an unreadable input, a bad line (unless skipped), a
-    sample_id used twice, or more held-out records than there are.
+    Raises InputError, before anything is written, for an unreadable input or tokenizer, a bad line (unless skipped),
+    a sample_id used twice, or more held-out records than there are.
     """
     config.check()
+    if config.tokenizer is not None:
+        load_tokenizer(config.tokenizer)  # what is wrong with it is said before the input is read
     files = [file for path in config.inputs for file in input_files(path)]
     chunk_bytes = chunk_bytes or _chunk_bytes(sum(file.stat().st_size for file in files), config.workers)
     parts = [part for file in files for part in chunks(file, chunk_bytes)]
@@ -125,6 +137,7 @@ class _Share:
     """Words: content hash (2), sample_id hash (2), number of the record in its chunk."""
     read: int = 0
     short: int = 0
+    long: int = 0
     missing_media: int = 0
     bad: list[tuple[int, str]] = field(default_factory=list)
     """(line number in the chunk, what is wrong) of the first bad lines."""
@@ -152,6 +165,7 @@ def _hash_all(
                 report.first_skipped.append(f"{part.path}, line {lines_before(part) + line}: {what}")
             report.read += share.read
             report.short += share.short
+            report.long += share.long
             report.missing_media += share.missing_media
             report.skipped += share.bad_count
             shares.append(share)
@@ -192,6 +206,8 @@ def _hash_chunk(index: int, chunk: Chunk, *, config: CurateConfig, folder: Path,
             continue
         if config.min_prompt_words > 1 and count_words(prompt) < config.min_prompt_words:
             share.short += 1
+        elif _is_long(prompt, config):
+            share.long += 1
         elif config.check_media and media and not all(resolve_media(path, base).is_file() for path in media):
             share.missing_media += 1
         else:
@@ -205,6 +221,14 @@ def _hash_chunk(index: int, chunk: Chunk, *, config: CurateConfig, folder: Path,
     if buckets > 1:
         share.rows.flush()
     return share
+
+
+def _is_long(prompt: str, config: CurateConfig) -> bool:
+    """Tokens are counted only where there are enough bytes for too many of them."""
+    most, tokenizer = config.max_prompt_tokens, config.tokenizer
+    if most is None or tokenizer is None or most_tokens(prompt) <= most:
+        return False
+    return count_tokens(prompt, tokenizer) > most
 
 
 def _words(buffer: bytearray) -> np.ndarray:

@@ -1,13 +1,15 @@
 """inspect: everything about a train and an evaluation file at once, before a GPU is rented.
 
 Problems end the command non-zero: lines that no run could use, a sample_id used twice, placeholders without
-media, media that is missing or does not decode, a prompt that is in both files. Warnings are what a person should
-know: duplicates, near leakage (letter case, white space), short prompts, prompts past the text window.
+media, media that is missing or does not decode, a prompt that is in both files, one that is longer than the text
+window. Warnings are what a person should know: duplicates, near leakage (letter case, white space), short prompts,
+prompts that may be longer than the window.
 """
 
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,15 @@ from flowgrpo_dataprep.progress import Progress
 from flowgrpo_dataprep.records import MEDIA_KINDS, media_of, parse_record, resolve_media
 from flowgrpo_dataprep.spill import BUCKETS, SMALL_BYTES, SpilledRows, first_of_each
 from flowgrpo_dataprep.text import content_key, count_words, folded, id_key
+from flowgrpo_dataprep.tokens import (
+    CURATE_HINT,
+    TEMPLATE_END_TOKENS,
+    TEXT_WINDOW,
+    count_tokens,
+    load_tokenizer,
+    most_tokens,
+)
 
-TEXT_WINDOW = 512
-"""Tokens of a prompt that Qwen-Image's text encoder keeps (the patched server; the stock one keeps 478)."""
 SHOWN = 5
 LENGTH_BINS = (16, 32, 64, 128, 256, 512, 1024)
 _KINDS = ("exact", "folded", "id")
@@ -36,9 +44,13 @@ class InspectConfig:
     short_words: int = 6
     """Prompts of fewer words are counted as short."""
     text_window: int = TEXT_WINDOW
-    """Tokens that the text encoder keeps."""
+    """Tokens that the engines take, of which the prompt template's end needs TEMPLATE_END_TOKENS."""
     tokenizer: Path | None = None
-    """A tokenizer.json, or its folder: counts tokens exactly. Without one, bytes give an upper bound."""
+    """A tokenizer.json, or the tokenizer's folder: counts tokens. Without one, bytes give an upper bound."""
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        return self.text_window - TEMPLATE_END_TOKENS
 
 
 @dataclass(kw_only=True)
@@ -58,7 +70,8 @@ class FileReport:
     length_unit: str = "bytes"
     longest: int = 0
     past_window: int = 0
-    """Tokens: prompts that are cut. Bytes: prompts that may be cut (a token has at least one byte)."""
+    """Tokens: prompts that an engine refuses. Bytes: prompts that it may refuse (a token has at least one byte)."""
+    past_window_lines: list[int] = field(default_factory=list)
     duplicates: int = 0
     duplicate_lines: list[tuple[int, int]] = field(default_factory=list)
     """(first line, line that repeats its prompt and media exactly)."""
@@ -143,7 +156,10 @@ def _read(
         file.short += words < config.short_words
         length = measure(prompt)
         file.longest = max(file.longest, length)
-        file.past_window += length > config.text_window
+        if length > config.most_prompt_tokens:
+            file.past_window += 1
+            if len(file.past_window_lines) < SHOWN:
+                file.past_window_lines.append(line)
         file.lengths[int(np.searchsorted(LENGTH_BINS, length))] += 1
         for problem in _media_problems(prompt, media, path.parent, config.decode_media):
             file.bad_media += 1
@@ -171,21 +187,9 @@ def _spill(rows: dict[str, bytearray], spills: dict[str, SpilledRows]) -> None:
 def _length(tokenizer: Path | None) -> tuple[Callable[[str], int], str]:
     """How long a prompt is, and in what."""
     if tokenizer is None:
-        return (lambda prompt: len(prompt.encode())), "bytes"
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise InputError(
-            str(tokenizer),
-            0,
-            "counting tokens needs the package tokenizers",
-            "pip install flowgrpo-dataprep[tokenizer]",
-        ) from None
-    path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    if not path.is_file():
-        raise InputError(str(path), 0, "no such file", "name a tokenizer.json or the folder that holds it")
-    encode = Tokenizer.from_file(str(path)).encode
-    return (lambda prompt: len(encode(prompt, add_special_tokens=False).ids)), "tokens"
+        return most_tokens, "bytes"
+    load_tokenizer(tokenizer)  # what is wrong with it is said before the files are read
+    return partial(count_tokens, tokenizer=tokenizer), "tokens"
 
 
 def _media_problems(prompt: str, media: dict[str, list[str]], base: Path, decode: bool) -> Iterator[str]:
@@ -306,11 +310,12 @@ def _judge_file(name: str, file: FileReport, config: InspectConfig, report: Repo
             "their groups have little variance to learn from; --min-prompt-words drops them"
         )
     if file.past_window:
-        cut = "are cut" if file.length_unit == "tokens" else "may be cut (--tokenizer counts exactly)"
-        report.warnings.append(
-            f"{name}: {file.past_window} prompt(s) are longer than the text window of {config.text_window} tokens "
-            f"in {file.length_unit} and {cut}"
-        )
+        most, lines = config.most_prompt_tokens, ", ".join(map(str, file.past_window_lines))
+        what = f"{name}: {file.past_window} prompt(s) have more than {most} {file.length_unit} (line {lines}): "
+        if file.length_unit == "tokens":
+            report.problems.append(f"{what}an engine refuses them, which ends a run. {CURATE_HINT.format(most=most)}")
+        else:
+            report.warnings.append(f"{what}an engine refuses those of more than {most} tokens; --tokenizer counts them")
 
 
 def _pairs(lines: list[tuple[int, int]], left: str = "line", right: str = "line") -> str:

@@ -13,3 +13,14 @@ def write_records(path: Path, prompts: Sequence[str], *, prefix: str = "s") -> P
     ]
     path.write_text("".join(line + "\n" for line in lines))
     return path
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer whose tokens are the words between white space. Needs the package tokenizers."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
