@@ -10,13 +10,13 @@ from flowgrpo_fsdp_actor import FsdpActor
 from flowgrpo_fsdp_actor.adapters.qwen_image import QwenImageAdapter
 from flowgrpo_fsdp_actor.checkpoint_files import save_checkpoint
 from flowgrpo_fsdp_actor.distributed import init_lone_process_group
-from flowgrpo_fsdp_actor.errors import NotResumable
+from flowgrpo_fsdp_actor.errors import CheckpointError, NotResumable
 from flowgrpo_fsdp_actor.testing import largest_file
 from flowgrpo_math.sigmas import qwen_image_sigmas
 from flowgrpo_rollout_sglang.config import EngineConfig
 from flowgrpo_rollout_sglang.engine import SGLangNativeGenerationEngine
 from flowgrpo_rollout_sglang.request import GroupRequest
-from flowgrpo_trainer.checkpoints import Resume, checkpoints_of, contract_of
+from flowgrpo_trainer.checkpoints import Resume, checkpoints_of, contract_of, refuse_checkpoints_of_another_run
 from flowgrpo_trainer.cli import parse
 from flowgrpo_trainer.errors import in_words
 from flowgrpo_trainer.main import main
@@ -134,6 +134,32 @@ def test_a_cut_shard_is_named_before_anything_starts(saved, tmp_path, capsys):
     assert run_command(*RUN, "--load", copy, "--run-dir", tmp_path / "run") == 1
     assert str(shard) in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_fresh_run_into_the_folder_of_another_one_is_refused_before_anything_starts(saved, tmp_path, capsys):
+    """Its rotation would remove its own checkpoints, and a later --load would go on with the other run."""
+    assert run_command(*RUN, "--save", saved, "--run-dir", tmp_path / "run") == 1
+    said = capsys.readouterr().err
+    for word in (str(saved / "t2i"), "iter_0000004", f"--load {saved}", "--save"):
+        assert word in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_saves_where_it_resumed_from_or_where_nothing_is(saved, tmp_path):
+    (tmp_path / "link").symlink_to(saved)
+    other = shutil.copytree(saved, tmp_path / "other")
+    early = tmp_path / "early"  # of a run that has not come as far
+    shutil.copytree(saved / "t2i" / "iter_0000004", early / "t2i" / "iter_0000001")
+    for save, refused in ((saved, 0), (tmp_path / "link", 0), (tmp_path / "new", 0), (other, 1), (early, 1)):
+        settings = settings_of("--load", saved, "--save", save)
+        resume = Resume.find(settings, contract(settings))
+        if refused:
+            with pytest.raises(CheckpointError) as error:
+                refuse_checkpoints_of_another_run(settings, resume)
+            assert error.value.path == str(save / "t2i")
+        else:
+            refuse_checkpoints_of_another_run(settings, resume)
+    refuse_checkpoints_of_another_run(settings_of(), None)
 
 
 @pytest.mark.parametrize("form", ["merged", "adapter"])

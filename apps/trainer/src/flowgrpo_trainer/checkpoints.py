@@ -7,6 +7,7 @@ Called by: `loop.train` (save), `session` (resume).
 """
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,24 @@ class Resume:
         with fleet.colocation.actor_holds_gpus():
             ray.get([actor.load_checkpoint.remote(self.tree, self.iteration) for actor in fleet.actors])
             publisher.publish_restored(fleet, self.state["policy_version"])
+
+
+def refuse_checkpoints_of_another_run(settings: Settings, resume: Resume | None) -> None:
+    """A run saves into an empty folder, or into the one that it goes on from.
+
+    Elsewhere rotation would count another run's checkpoints and remove its own, as the oldest; the next --load would go
+    on with whichever iteration is the newest. Read by the driver before a worker starts. Raises CheckpointError.
+    """
+    tree = _save_tree(settings)
+    if tree is None or not (committed := tree.committed()):
+        return
+    if resume is not None and os.path.realpath(resume.tree.folder) == os.path.realpath(tree.folder):
+        return  # whose newest was taken: none of its iterations comes again
+    raise CheckpointError(
+        str(tree.folder),
+        f"holds committed checkpoints of another run, the newest {tree.iteration(committed[-1]).name}",
+        f"--load {tree.save} goes on with that run; for this one give another --save, or move the folder away",
+    )
 
 
 @dataclass
@@ -151,15 +170,14 @@ def checkpoints_of(
     settings: Settings, contract: dict[str, Any], prompt_fingerprint: str, history: Callable[[], str]
 ) -> Checkpoints | NoCheckpoints:
     """What `--save` asks for."""
-    checkpoint = settings.checkpoint
-    if checkpoint.save is None:
+    checkpoint, tree = settings.checkpoint, _save_tree(settings)
+    if tree is None:
         return NoCheckpoints()
-    task = settings.model.generation_task or ""
     return Checkpoints(
-        tree=CheckpointTree(Path(checkpoint.save).absolute(), task),
+        tree=tree,
         contract=contract,
         constant={
-            "task": task,
+            "task": tree.task,
             "adapter": settings.model.model_adapter_path,
             "model_revision": settings.model.model_revision,
             "sampling_fingerprint": settings.rollout.sampling_config.fingerprint(),
@@ -172,3 +190,10 @@ def checkpoints_of(
         total=settings.run.num_rollouts,
         history=history,
     )
+
+
+def _save_tree(settings: Settings) -> CheckpointTree | None:
+    """Where this run saves; None without `--save`."""
+    if settings.checkpoint.save is None:
+        return None
+    return CheckpointTree(Path(settings.checkpoint.save).absolute(), settings.model.generation_task or "")

@@ -14,10 +14,17 @@ from flowgrpo_rollout_sglang.files import write_atomic
 from rich.console import Console
 
 from flowgrpo_trainer import fleet as fleets
-from flowgrpo_trainer.checkpoints import NoCheckpoints, Resume, checkpoints_of, contract_of
+from flowgrpo_trainer.checkpoints import (
+    NoCheckpoints,
+    Resume,
+    checkpoints_of,
+    contract_of,
+    refuse_checkpoints_of_another_run,
+)
 from flowgrpo_trainer.cli import settings_as_json
 from flowgrpo_trainer.errors import in_words
 from flowgrpo_trainer.evaluate import Evaluator
+from flowgrpo_trainer.folders import assert_shared, owned_folders, read_by, written_folders
 from flowgrpo_trainer.hooks import load_hook
 from flowgrpo_trainer.loop import Run, train
 from flowgrpo_trainer.parity import ParityGate
@@ -28,7 +35,7 @@ from flowgrpo_trainer.rollout import RolloutContext
 from flowgrpo_trainer.run_folder import Evaluation, RunFolder, RunFolderError
 from flowgrpo_trainer.settings import Settings
 from flowgrpo_trainer.sync import Publisher
-from flowgrpo_trainer.tracking import open_trackers
+from flowgrpo_trainer.tracking import Trackers, open_trackers
 
 
 def train_session(settings: Settings, recipe: str, warnings: Sequence[str]) -> int:
@@ -41,61 +48,57 @@ def train_session(settings: Settings, recipe: str, warnings: Sequence[str]) -> i
     adapter = hooks["model_adapter_path"](settings.model.model_path)
     contract = contract_of(settings, adapter.lora_target_modules)
     resume = Resume.find(settings, contract)
-    _open_folder(folder, settings, resume)
-    write_recipe_record(settings, recipe, prompts.fingerprint)
-    progress = RunProgress(
-        settings.run.num_rollouts,
-        first_rollout=resume.next_rollout if resume else 0,
-        silent=settings.run.quiet,
-    )
-    tracker = open_trackers(
-        folder,
-        run_name=folder.path.name,
-        resume_step=resume.next_rollout if resume else 0,
-        use_clearml=settings.tracking.use_clearml,
-        metrics_service=settings.tracking.use_metrics_service,
-        settings=settings_as_json(settings),
-        say=progress.note,
-    )
+    refuse_checkpoints_of_another_run(settings, resume)
     store = _store(settings)
-    publisher = Publisher(
-        gpus_per_engine=settings.rollout.rollout_num_gpus_per_engine, fault_tolerance=settings.run.use_fault_tolerance
-    )
-    try:
-        with progress:
-            progress.note(f"run folder: {folder.path}")
-            for warning in [*warnings, *(resume.changes(settings, prompts.fingerprint) if resume else [])]:
-                progress.note(f"warning: {warning}")
-            with fleets.running(settings, store, adapter.lora_target_modules, progress.note) as fleet:
-                context = RolloutContext(
-                    engines=fleet.engines,
-                    adapter=adapter,
-                    sampling=settings.rollout.sampling_config,
-                    generation_seed=settings.rollout.generation_seed,
-                    store=store,
-                    weights_digest=lambda: publisher.digest,
-                )
-                run = _run(settings, hooks, prompts, held_out, context, folder, tracker, progress, publisher)
-                run.checkpoints = checkpoints_of(settings, contract, prompts.fingerprint, folder.metrics_text)
-                if resume is not None:
-                    resume.restore(fleet, publisher)
-                    run.next_rollout = resume.next_rollout
-                    progress.note(f"resumed from {resume.tree.iteration(resume.iteration)}")
-                train(run, fleet)
-                if said := run.checkpoints.outcome():
-                    progress.note(said)
-        folder.mark_ended("finished")
-    except KeyboardInterrupt:
-        with suppress(OSError):
-            folder.mark_ended("interrupted", "stopped by Ctrl-C")
-        raise
-    except BaseException as error:
-        with suppress(OSError):  # of a full disk, too, the first error is the one to be read
-            folder.mark_ended("failed", in_words(error))
-        raise
-    finally:
-        tracker.close()
-        _report(folder, time.monotonic() - started)
+    with owned_folders(settings, store):
+        _open_folder(folder, settings, resume)
+        write_recipe_record(settings, recipe, prompts.fingerprint)
+        progress = RunProgress(
+            settings.run.num_rollouts,
+            first_rollout=resume.next_rollout if resume else 0,
+            silent=settings.run.quiet,
+        )
+        tracker = _trackers(settings, folder, resume, progress)
+        publisher = Publisher(
+            gpus_per_engine=settings.rollout.rollout_num_gpus_per_engine,
+            fault_tolerance=settings.run.use_fault_tolerance,
+        )
+        try:
+            with progress:
+                progress.note(f"run folder: {folder.path}")
+                for warning in [*warnings, *(resume.changes(settings, prompts.fingerprint) if resume else [])]:
+                    progress.note(f"warning: {warning}")
+                with fleets.running(settings, store, adapter.lora_target_modules, progress.note) as fleet:
+                    assert_shared(written_folders(settings, store), read_by(fleet.actors))
+                    context = RolloutContext(
+                        engines=fleet.engines,
+                        adapter=adapter,
+                        sampling=settings.rollout.sampling_config,
+                        generation_seed=settings.rollout.generation_seed,
+                        store=store,
+                        weights_digest=lambda: publisher.digest,
+                    )
+                    run = _run(settings, hooks, prompts, held_out, context, folder, tracker, progress, publisher)
+                    run.checkpoints = checkpoints_of(settings, contract, prompts.fingerprint, folder.metrics_text)
+                    if resume is not None:
+                        resume.restore(fleet, publisher)
+                        run.next_rollout = resume.next_rollout
+                        progress.note(f"resumed from {resume.tree.iteration(resume.iteration)}")
+                    train(run, fleet)
+                    if said := run.checkpoints.outcome():
+                        progress.note(said)
+            folder.mark_ended("finished")
+        except KeyboardInterrupt:
+            with suppress(OSError):
+                folder.mark_ended("interrupted", "stopped by Ctrl-C")
+            raise
+        except BaseException as error:
+            with suppress(OSError):  # of a full disk, too, the first error is the one to be read
+                folder.mark_ended("failed", in_words(error))
+            raise
+        finally:
+            tracker.close()
+            _report(folder, time.monotonic() - started)
     return 0
 
 
@@ -144,6 +147,18 @@ def _open_folder(folder: RunFolder, settings: Settings, resume: Resume | None) -
     )
 
 
+def _trackers(settings: Settings, folder: RunFolder, resume: Resume | None, progress: RunProgress) -> Trackers:
+    return open_trackers(
+        folder,
+        run_name=folder.path.name,
+        resume_step=resume.next_rollout if resume else 0,
+        use_clearml=settings.tracking.use_clearml,
+        metrics_service=settings.tracking.use_metrics_service,
+        settings=settings_as_json(settings),
+        say=progress.note,
+    )
+
+
 def _store(settings: Settings) -> ArtifactStore:
     assert settings.rollout.artifact_root is not None
     return ArtifactStore(
@@ -160,7 +175,7 @@ def _run(
     held_out: PromptSource,
     context: RolloutContext,
     folder: RunFolder,
-    tracker: Any,
+    tracker: Trackers,
     progress: RunProgress,
     publisher: Publisher,
 ) -> Run:

@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
 def _load(path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 @ray.remote
@@ -134,6 +142,10 @@ class ActorWorker:
     def place(self) -> tuple[str, str]:
         """The node of this rank, and its CUDA_VISIBLE_DEVICES: the card that an engine must take to be beside it."""
         return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def reads(self, paths: Sequence[Path]) -> tuple[str, list[str]]:
+        """This rank's node, and what it finds in files that the driver has written; "" where it finds none."""
+        return ray.util.get_node_ip_address(), [_text(path) for path in paths]
 
     def start(self, master: tuple[str, int], wire: dict[str, Any]) -> None:
         """Joins the process group, loads and shards the model, attaches to the rows.
