@@ -7,11 +7,16 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
+from flowgrpo_trainer.checkpoints import NoCheckpoints
+from flowgrpo_trainer.loop import Run, train
+from flowgrpo_trainer.progress import RunProgress
 from flowgrpo_trainer.run_folder import RunFolder
 from flowgrpo_trainer.tracking import (
     ClearMLTracker,
+    JsonlTracker,
     MetricsServiceTracker,
     NonFiniteMetricError,
     TensorBoardTracker,
@@ -99,6 +104,36 @@ def test_tensorboard_and_the_run_folder_hold_every_series_at_its_rollout(tmp_pat
         "train/loss": [(0, -1.0), (1, -1.0), (2, -1.0)],
     }
     assert [(r.step, r.metrics["reward/mean"]) for r in folder.read_metrics()] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+
+
+def test_the_evaluation_before_training_is_the_first_point_of_its_curves_and_no_line_of_the_run_folder(tmp_path):
+    folder, other = RunFolder(tmp_path), FakeTracker()
+    folder.start({}, total_rollouts=0)
+    trackers = Trackers([JsonlTracker(folder), TensorBoardTracker(folder.events_dir), other])
+    run = Run(
+        num_rollouts=0,
+        group_size=8,
+        std_mode="group",
+        prompts=None,
+        context=None,
+        generate=None,
+        convert=None,
+        parity=SimpleNamespace(check=lambda run, fleet: None),
+        evaluator=SimpleNamespace(
+            prompts=(), is_due=lambda trained, total: True, run=lambda *_: {"eval/held_out/reward_mean": 0.25}
+        ),
+        publisher=None,
+        checkpoints=NoCheckpoints(),
+        tracker=trackers,
+        progress=RunProgress(0, silent=True),
+    )
+    train(run, fleet=None)
+    trackers.close()
+    assert read_events(folder.events_dir) == {"eval/held_out/reward_mean": [(0, 0.25)]}
+    assert other.logged == [(0, {"eval/held_out/reward_mean": 0.25})]
+    assert folder.read_metrics() == []
+    with pytest.raises(NonFiniteMetricError):
+        trackers.log_before_training({"eval/held_out/reward_mean": math.nan})
 
 
 def test_tensorboard_forgets_after_a_resume_what_the_resume_does_again(tmp_path):

@@ -32,7 +32,7 @@ from flowgrpo_trainer.parity import ParityGate
 from flowgrpo_trainer.progress import RunProgress
 from flowgrpo_trainer.rollout import RolloutContext, RolloutGroup
 from flowgrpo_trainer.sync import Publisher
-from flowgrpo_trainer.tracking import Tracker
+from flowgrpo_trainer.tracking import Trackers
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Run:
     evaluator: Evaluator
     publisher: Publisher
     checkpoints: Checkpoints | NoCheckpoints
-    tracker: Tracker
+    tracker: Trackers
     progress: RunProgress
     next_rollout: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Run:
 def train(run: Run, fleet: Fleet) -> None:
     """Runs to the end, or raises the first error of any worker, by name; everything logged so far is kept."""
     if run.next_rollout == 0:
-        evaluate(run, fleet, trained=0)
+        run.tracker.log_before_training(evaluate(run, fleet, trained=0))
     run.parity.check(run, fleet)
     run.progress.start_timing()
     for rollout_id in range(run.next_rollout, run.num_rollouts):

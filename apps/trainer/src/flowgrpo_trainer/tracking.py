@@ -152,7 +152,8 @@ class ClearMLTracker:
 
 
 class MetricsServiceTracker:
-    """One HTTP POST a step (`--use-metrics-service URL`). It never stops or delays a run.
+    """One HTTP POST a step (`--use-metrics-service URL`), and one more at step 0 with the evaluation before training.
+    It never stops or delays a run.
 
     A thread of its own sends, so training does not wait; each post has `deadline` seconds. A post that fails, is
     answered by anything but 2xx (a redirect too), or finds the queue full is counted in `failures`; the first
@@ -235,6 +236,16 @@ class Trackers:
         values = finite_metrics(step, metrics)
         for tracker in self._trackers:
             tracker.log(step, values)
+
+    def log_before_training(self, metrics: Mapping[str, float]) -> None:
+        """The evaluation of the untrained policy, at step 0. Raises as `log`.
+
+        Not to the run folder: `evals/` has it already, and metrics.jsonl has one line a rollout.
+        """
+        values = finite_metrics(0, metrics)
+        for tracker in self._trackers:
+            if not isinstance(tracker, JsonlTracker):
+                tracker.log(0, values)
 
     def close(self) -> None:
         """Close all, also when one of them fails; the first failure is raised afterwards."""
