@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import uvicorn
 from flowgrpo_rewards import RewardConfig, load_scorer, post_process
+from flowgrpo_rewards.judge import JudgeScorer
 from flowgrpo_rewards.loading import forget_scorers
 from flowgrpo_rewards.protocol import Invalid, RewardEndpointError, Value
 from flowgrpo_rewards.remote import TOKEN_VARIABLE, RemoteScorer
 from flowgrpo_rewards.server import ServerConfig, main, make_app
 from flowgrpo_rewards.statistics import ImageStatisticsScorer
 from flowgrpo_rewards.testing import FakeScorer, HangingScorer, grid_of_samples, natural_pictures, samples_of
-from flowgrpo_rewards.wire import SAFETENSORS_TYPE, WireError, pack_samples, unpack_samples
+from flowgrpo_rewards.wire import SAFETENSORS_TYPE, TooManySamplesError, WireError, pack_samples, unpack_samples
 from PIL import Image
 
 
@@ -143,12 +144,69 @@ def test_the_token_is_asked_for_and_sent(monkeypatch):
         assert httpx.get(f"{address}/health").status_code == 200
 
 
-def test_a_dead_endpoint_fails_in_words_after_its_tries():
+def test_a_dead_endpoint_fails_in_words_after_a_minute():
     pauses = []
     with pytest.raises(RewardEndpointError) as error:
-        RemoteScorer(dead_address(), retries=3, pause=pauses.append).score(grid_of_samples(1, 2)[0])
+        RemoteScorer(dead_address(), timeout_s=600.0, pause=pauses.append).score(grid_of_samples(1, 2)[0])
     assert "no connection" in error.value.what
-    assert pauses == [0.5, 1.0, 2.0]
+    assert "running?" in error.value.hint
+    assert pauses[:5] == [0.5, 1.0, 2.0, 4.0, 8.0]
+    assert 45 < sum(pauses) <= 60  # never reached before: perhaps it starts, perhaps the address is wrong
+
+
+def answering(*answers):
+    """A transport whose /info is that of a FakeScorer; /score takes `answers` in turn and repeats the last."""
+    left = list(answers)
+
+    def handle(request):
+        if request.url.path == "/info":
+            return httpx.Response(200, json={"components": ["fake"], "required_tracks": ["image"], "max_batch": 64})
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return httpx.MockTransport(handle)
+
+
+GOOD = httpx.Response(200, json={"results": [{"fake": {"value": 1.0}}]})
+BUSY = httpx.Response(503, text="8 requests wait", headers={"Retry-After": "1"})
+
+
+@pytest.mark.parametrize(
+    "down", [httpx.ConnectError("refused"), httpx.ReadError("reset"), httpx.RemoteProtocolError("disconnected"), BUSY]
+)
+def test_what_the_server_did_not_answer_is_sent_again_for_as_long_as_the_time_limit_lasts(down):
+    pauses = []
+    scorer = RemoteScorer("http://h:1", timeout_s=600.0, pause=pauses.append, transport=answering(*[down] * 20, GOOD))
+    assert scorer.score(grid_of_samples(1, 1)[0]) == [{"fake": Value(1.0)}]
+    assert len(pauses) == 20
+    assert sum(pauses) > 60
+
+
+def test_a_line_that_stays_full_has_a_hint_of_its_own_before_the_time_limit_is_over():
+    pauses = []
+    scorer = RemoteScorer("http://h:1", timeout_s=30.0, pause=pauses.append, transport=answering(BUSY))
+    with pytest.raises(RewardEndpointError) as error:
+        scorer.score(grid_of_samples(1, 1)[0])
+    assert 25 < sum(pauses) <= 30
+    assert "8 requests wait" in error.value.what
+    assert "--max-waiting" in error.value.hint
+
+
+@pytest.mark.parametrize("results", [[[]], [{"fake": {"value": True}}], [{"fake": {"value": None}}], [], {}])
+def test_an_answer_that_breaks_the_format_is_said_to(results):
+    scorer = RemoteScorer("http://h:1", transport=answering(httpx.Response(200, json={"results": results})))
+    with pytest.raises(RewardEndpointError) as error:
+        scorer.score(grid_of_samples(1, 1)[0])
+    assert "breaks the format" in error.value.what
+
+
+def test_an_idle_connection_is_given_up_before_a_server_closes_it(tmp_path):
+    """uvicorn closes it after 5 s, and what is sent just then fails."""
+    (tmp_path / "judge.json").write_text(json.dumps({"endpoint": "http://h:1/v1", "model": "vlm"}))
+    for scorer in (RemoteScorer("http://h:1"), JudgeScorer(model_path=str(tmp_path / "judge.json"))):
+        assert scorer._client._transport._pool._keepalive_expiry == 2.0
 
 
 def test_a_server_that_comes_back_is_found_again():
@@ -186,11 +244,68 @@ def test_a_full_line_is_told_to_come_back_and_does():
     assert pauses == [1.0]  # Retry-After, more than the client's own half second
 
 
+def test_a_request_takes_its_place_in_line_before_its_body_is_read():
+    def slowly():
+        yield b"{"
+        half_sent.set()
+        refused.wait(30)
+        yield b"}"
+
+    half_sent, refused = threading.Event(), threading.Event()
+    with serving(FakeScorer(), max_waiting=1) as address, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(httpx.post, f"{address}/score", content=slowly(), headers={"Content-Type": "text/plain"})
+        assert half_sent.wait(30)
+        while httpx.get(f"{address}/health").json()["waiting"] == 0:
+            time.sleep(0.001)
+        assert httpx.post(f"{address}/score", content=b"{}").status_code == 503
+        refused.set()
+        assert slow.result().status_code == 400
+        assert httpx.get(f"{address}/health").json() == {"ok": True, "waiting": 0}
+
+
+def test_a_body_that_does_not_arrive_gives_its_place_back():
+    def never():
+        yield b"{"
+        answered.wait(30)
+
+    answered = threading.Event()
+    with serving(FakeScorer(), timeout_s=0.1) as address, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(httpx.post, f"{address}/score", content=never())
+        deadline = time.monotonic() + 30
+        while httpx.get(f"{address}/health").json()["waiting"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        while httpx.get(f"{address}/health").json()["waiting"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        answered.set()
+        assert slow.result().status_code == 408
+
+
+@pytest.mark.parametrize("kind", [SAFETENSORS_TYPE, "application/json"])
+def test_too_many_samples_are_refused_before_a_picture_is_decoded(kind, monkeypatch):
+    samples = grid_of_samples(1, 3)[0]
+    if kind == SAFETENSORS_TYPE:
+        body = pack_samples(samples, [sample.image for sample in samples], png=True)
+    else:
+        body = json.dumps({"samples": [{"prompt": "x", "image": "AAAA"}] * 3}).encode()
+    monkeypatch.setattr("flowgrpo_rewards.wire._decoded", lambda data: pytest.fail("a picture was decoded"))
+    monkeypatch.setattr("flowgrpo_rewards.wire.load", lambda data: pytest.fail("the tensors were copied"))
+    with pytest.raises(TooManySamplesError) as error:
+        unpack_samples(body, kind, max_samples=2)
+    assert "3 samples" in str(error.value)
+
+
+def test_without_its_extra_the_server_says_what_to_install():
+    code = "import sys; sys.modules['fastapi'] = None; import flowgrpo_rewards.server"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.returncode
+    assert "pip install flowgrpo-rewards[server]" in answer.stderr.splitlines()[-1]
+
+
 def test_a_scorer_that_hangs_is_504_then_unhealthy_and_the_client_does_not_try_again():
     scorer = HangingScorer()
     samples = grid_of_samples(1, 2)[0]
     with serving(scorer, timeout_s=0.2) as address:
-        client = RemoteScorer(address, retries=0, pause=lambda s: pytest.fail("it must not try again"))
+        client = RemoteScorer(address, timeout_s=20.0, pause=lambda s: pytest.fail("it must not try again"))
         with pytest.raises(RewardEndpointError) as error:
             client.score(samples)
         assert "504" in error.value.what
@@ -227,7 +342,7 @@ def test_many_clients_at_once_get_their_own_answers_and_none_is_lost():
     groups = grid_of_samples(requests, pictures)
 
     with serving(scorer, max_waiting=4) as address, ThreadPoolExecutor(clients) as pool:
-        remotes = [RemoteScorer(address, retries=50, pause=lambda s: time.sleep(0.002)) for _ in range(clients)]
+        remotes = [RemoteScorer(address, timeout_s=1e6, pause=lambda s: time.sleep(0.002)) for _ in range(clients)]
         started = time.perf_counter()
         answers = list(pool.map(lambda k: remotes[k % clients].score(groups[k]), range(requests)))
         seconds = time.perf_counter() - started
@@ -255,7 +370,7 @@ def test_the_command_serves(tmp_path):
     command = [sys.executable, "-m", "flowgrpo_rewards.server", "statistics", "--port", port]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        remote = RemoteScorer(address, retries=60, pause=lambda s: time.sleep(0.5))
+        remote = RemoteScorer(address)
         assert remote.components == ("compressibility", "brightness")
     finally:
         process.terminate()

@@ -5,9 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowgrpo_rewards.loading import make_scorer
+from flowgrpo_rewards.post_process import score_in_batches
 from flowgrpo_rewards.protocol import (
     ROUTING_KEY,
+    ComponentResult,
     GenerativeRewardScorer,
+    Invalid,
+    RewardError,
     RewardSample,
     SampleResult,
     ScorerContractError,
@@ -35,20 +39,30 @@ class CombinedScorer:
             )
 
     def score(self, samples: Sequence[RewardSample]) -> list[SampleResult]:
-        """Each scorer sees, in one call, the samples that are routed to it."""
-        merged: list[dict] = [{} for _ in samples]
+        """Each scorer sees, in one call, the samples that are routed to it.
+
+        What goes wrong in one scorer is Invalid in its own components, of the samples concerned, and touches no other
+        scorer's. Raises ScorerContractError, by the scorer's own name: a scorer that is written wrongly is no failure
+        of a sample.
+        """
+        merged: list[dict[str, ComponentResult]] = [{} for _ in samples]
         for scorer in self._scorers:
             chosen = [index for index, sample in enumerate(samples) if _wants(sample, scorer)]
             if not chosen:
                 continue
-            results = scorer.score([samples[index] for index in chosen])
-            if len(results) != len(chosen):
-                raise ScorerContractError(
-                    type(scorer).__name__, f"returned {len(results)} results for {len(chosen)} samples"
-                )
+            results = _contained(scorer, [samples[index] for index in chosen])
             for index, result in zip(chosen, results, strict=True):
-                merged[index].update(result)
+                merged[index].update({name: result[name] for name in scorer.components if name in result})
         return merged
+
+
+def _contained(scorer: GenerativeRewardScorer, samples: Sequence[RewardSample]) -> list[SampleResult]:
+    try:
+        return score_in_batches(samples, scorer, batch_size=len(samples), timeout_s=None)
+    except ScorerContractError:
+        raise
+    except RewardError as error:  # a dead endpoint, a hang: nothing of this scorer in this batch
+        return [dict.fromkeys(scorer.components, Invalid("; ".join(str(error).splitlines())))] * len(samples)
 
 
 def _wants(sample: RewardSample, scorer: GenerativeRewardScorer) -> bool:

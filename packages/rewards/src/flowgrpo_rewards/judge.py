@@ -1,6 +1,7 @@
 """A vision-language model as judge, behind any OpenAI-compatible endpoint (vLLM, SGLang, a hosted one)."""
 
 import base64
+import contextlib
 import io
 import json
 import math
@@ -26,6 +27,7 @@ from flowgrpo_rewards.protocol import (
     ScorerLoadError,
     Value,
 )
+from flowgrpo_rewards.remote import KEEPALIVE_S
 
 QUESTION = (
     "You judge pictures made from a prompt. Prompt: {prompt}\n"
@@ -53,14 +55,16 @@ class JudgeSettings:
     """Requests at a time."""
     timeout_s: float = 120.0
     retries: int = 4
-    """Further tries of a request that was refused for load (429, 500, 502, 503, 504) or found no connection."""
+    """Further tries of a request that was refused for load (429, 500, 502, 503, 504), whose connection failed or whose
+    answer is not JSON (a gateway's page)."""
     max_tokens: int = 256
 
 
 class JudgeScorer(ImageScorer):
-    """Component `judge`, 0 to 1. An answer without a number in range makes that sample Invalid, never 0.
+    """Component `judge`, 0 to 1. No answer, or one without a number in range, makes that sample Invalid, never 0.
 
-    A dead endpoint or a refused key ends the step (RewardEndpointError): it would fail every sample alike.
+    What would fail every sample alike ends the step (RewardEndpointError): no connection, a refused key (401, 403), a
+    wrong address or model (404). A content filter (400, 422) concerns one sample.
     """
 
     components = ("judge",)
@@ -77,7 +81,12 @@ class JudgeScorer(ImageScorer):
         key = os.environ.get(self.settings.api_key_variable)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._pause = pause
-        self._client = httpx.Client(headers=headers, timeout=self.settings.timeout_s, transport=transport)
+        self._client = httpx.Client(
+            headers=headers,
+            timeout=self.settings.timeout_s,
+            transport=transport,
+            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+        )
 
     def score_pixels(
         self, pictures: Sequence[np.ndarray], samples: Sequence[RewardSample]
@@ -99,52 +108,75 @@ class JudgeScorer(ImageScorer):
             "max_tokens": settings.max_tokens,
         }
         answer = self._ask(request, sample)
+        if isinstance(answer, Invalid):
+            return answer
         try:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             return Invalid(f"the judge's answer has no text: {str(answer)[:200]}")
         return parse_score(text, low=settings.low, high=settings.high)
 
-    def _ask(self, request: dict[str, Any], sample: RewardSample) -> Any:
-        url = self.settings.endpoint.rstrip("/") + "/chat/completions"
-        reason = ""
+    def _ask(self, request: dict[str, Any], sample: RewardSample) -> Any | Invalid:
+        """The JSON of an answer, or why this sample has none. Asking twice changes nothing at the judge."""
+        fatal, reason = False, ""
         for attempt in range(self.settings.retries + 1):
             try:
-                response = self._client.post(url, json=request)
-            except httpx.TransportError as error:
-                # Asking twice changes nothing at the judge, so a broken connection or a slow answer is tried again.
+                response = self._client.post(self._url, json=request)
+            except httpx.HTTPError as error:
+                fatal = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError)
                 reason = f"{type(error).__name__}: {error}"
             else:
+                fatal, status, body = False, response.status_code, response.text[:300]
                 if response.is_success:
-                    return response.json()
-                reason = f"it answered {response.status_code}: {response.text[:300]}"
-                if response.status_code not in (429, 500, 502, 503, 504):
-                    break
+                    with contextlib.suppress(ValueError):
+                        return response.json()
+                    reason = f"its answer is not JSON: {body!r}"
+                elif status in (401, 403, 404):
+                    raise self._error(f"it answered {status}: {body}", self._hints[status], sample)
+                else:
+                    reason = f"it answered {status}: {body}"
+                    if status not in (429, 500, 502, 503, 504):
+                        break
             if attempt < self.settings.retries:
                 self._pause(min(0.5 * 2**attempt, 30.0))
-        raise RewardEndpointError(
-            url,
-            reason,
-            f"check the endpoint and {self.settings.api_key_variable}",
-            ((sample.group_index, sample.slot),),
-        )
+        if fatal:
+            raise self._error(reason, "does the judge run? check `endpoint` in the judge's JSON file", sample)
+        return Invalid(f"the judge gave no answer: {reason}")
+
+    @property
+    def _url(self) -> str:
+        return self.settings.endpoint.rstrip("/") + "/chat/completions"
+
+    @property
+    def _hints(self) -> dict[int, str]:
+        key = f"set {self.settings.api_key_variable} to a key that may use model {self.settings.model!r}"
+        address = "`endpoint` is the address up to and including /v1, `model` a name that the endpoint serves"
+        return {401: key, 403: key, 404: address}
+
+    def _error(self, reason: str, hint: str, sample: RewardSample) -> RewardEndpointError:
+        return RewardEndpointError(self._url, reason, hint, ((sample.group_index, sample.slot),))
 
 
-_JSON_SCORE = re.compile(r'"score"\s*:\s*(-?\d+(?:\.\d+)?)')
-_LONE_NUMBER = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*\.?\s*")
+_NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
+_SCORE_BEGINS = re.compile(r'"score"\s*:\s*(?=[-+.0-9])')
+# It must end where JSON lets it end: 1/10 and 1,5 are no 1, and neither is the 1 of an answer cut off before 15.
+_SCORE = re.compile(rf'({_NUMBER})\s*(?:,?\s*\}}|,\s*")')
+_LONE_NUMBER = re.compile(rf"\s*({_NUMBER})\s*\.?\s*")
 
 
 def parse_score(text: Any, *, low: float, high: float) -> ComponentResult:
     """The judge's number as its place in [low, high]. `{"score": n}` anywhere, or a number and nothing else."""
     if not isinstance(text, str):
         return Invalid(f"the judge's answer is {type(text).__name__}, not text")
-    found = _JSON_SCORE.findall(text)
-    alone = _LONE_NUMBER.fullmatch(text)
-    if len(set(found)) > 1:
+    found = [_SCORE.match(text, begin.end()) for begin in _SCORE_BEGINS.finditer(text)]
+    if not all(found):
+        return Invalid(f"the judge's score is no JSON number: {text[:200]!r}")
+    if len({float(match.group(1)) for match in found}) > 1:
         return Invalid(f"the judge gave several scores: {text[:200]!r}")
-    if not found and alone is None:
+    match = found[0] if found else _LONE_NUMBER.fullmatch(text)
+    if match is None:
         return Invalid(f"the judge gave no score: {text[:200]!r}")
-    number = float(found[0] if found else alone.group(1))
+    number = float(match.group(1))
     if not low <= number <= high or not math.isfinite(number):
         return Invalid(f"the judge's score {number:g} is outside {low:g} to {high:g}")
     return Value((number - low) / (high - low))
@@ -162,9 +194,11 @@ def read_settings(model_path: str | None) -> JudgeSettings:
             raise ValueError(f"unknown key {sorted(unknown)[0]!r}")
         settings = JudgeSettings(**data)
         settings.question.format(prompt="", low=0.0, high=1.0)
+        if not settings.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint {settings.endpoint!r} is no http or https address")
         if not settings.low < settings.high:
             raise ValueError(f"low {settings.low} is not below high {settings.high}")
-    except (ValueError, TypeError, KeyError, IndexError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise ScorerLoadError("JudgeScorer", f"{model_path}: {error}", f"write {example}") from error
     return settings
 

@@ -1,12 +1,15 @@
 """The client of `reward-server`: a scorer that runs elsewhere (`--reward-runtime remote`).
 
-Scoring changes nothing on the server, so a request that the server did not begin (no connection, 503) is sent again
-with growing pauses. One that it may be working on (a read that timed out) is not: that would double its load.
+Scoring changes nothing on the server, so what it did not answer is sent again, with growing pauses, for as long as
+--reward-timeout-s lasts: no connection, a broken one (the server restarts), 503 (its line is full). What it may be
+working on is not (a read that timed out, 504): that would double its load.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -15,7 +18,24 @@ from flowgrpo_rewards.images import load_pixels
 from flowgrpo_rewards.protocol import Invalid, RewardEndpointError, RewardSample, SampleResult
 from flowgrpo_rewards.wire import SAFETENSORS_TYPE, WireError, pack_samples, unpack_results
 
+log = logging.getLogger(__name__)
 TOKEN_VARIABLE = "REWARD_SERVER_TOKEN"
+KEEPALIVE_S = 2.0
+"""Idle seconds after which a connection is not used again: uvicorn closes it after 5, perhaps as a request leaves."""
+FIRST_CONTACT_S = 60.0
+"""Longest wait for a server that was never reached: it may be starting, or the address may be wrong."""
+BUSY_PAUSE_S, DEAD_PAUSE_S = 4.0, 10.0
+"""Longest pauses between two tries. A long pause before a full line would let everybody else pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class _NoAnswer:
+    """Why one try had no answer, in words; pauses in seconds."""
+
+    reason: str
+    hint: str
+    longest_pause: float = DEAD_PAUSE_S
+    asked_pause: float = 0.0
 
 
 class RemoteScorer:
@@ -26,22 +46,28 @@ class RemoteScorer:
         endpoint: str,
         *,
         timeout_s: float = 600.0,
-        retries: int = 5,
         png: bool | None = None,
         pause: Callable[[float], None] = time.sleep,
         transport: httpx.BaseTransport | None = None,
     ):
         """Connects at the first use. The token is read from the variable REWARD_SERVER_TOKEN.
 
-        `png`: None sends raw pixels to this machine and PNG to others. `pause` waits between tries, in seconds.
+        `timeout_s`: of one request, with all its tries. `png`: None sends raw pixels to this machine and PNG to
+        others. `pause` waits between tries, in seconds.
         """
         self.endpoint = endpoint.rstrip("/")
         self.name = f"remote {self.endpoint}"
-        self._timeout_s, self._retries, self._pause = timeout_s, retries, pause
+        self._timeout_s, self._pause = timeout_s, pause
         token = os.environ.get(TOKEN_VARIABLE)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s))
-        self._client = httpx.Client(headers=headers, timeout=timeout, transport=transport, follow_redirects=False)
+        self._client = httpx.Client(
+            headers=headers,
+            timeout=timeout,
+            transport=transport,
+            follow_redirects=False,
+            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+        )
         host = httpx.URL(self.endpoint).host
         self._png = host not in ("127.0.0.1", "localhost", "::1") if png is None else png
         self._info: Mapping[str, Any] | None = None
@@ -50,7 +76,8 @@ class RemoteScorer:
     def info(self) -> Mapping[str, Any]:
         """What the server says of its scorer, asked once. Raises RewardEndpointError."""
         if self._info is None:
-            self._info = self._json(self._send("GET", "/info", (), {}), ())
+            patience = min(FIRST_CONTACT_S, self._timeout_s)
+            self._info = self._json(self._send("GET", "/info", (), {}, patience), ())
             if not isinstance(self._info.get("components"), list):
                 raise self._error(f"/info answered {self._info!r}", "is this a reward-server?")
         return self._info
@@ -81,45 +108,62 @@ class RemoteScorer:
     def _score(self, samples: Sequence[RewardSample], pictures: Sequence[Any]) -> list[SampleResult]:
         body = pack_samples(samples, pictures, png=self._png)
         response = self._send(
-            "POST", "/score", samples, {"content": body, "headers": {"Content-Type": SAFETENSORS_TYPE}}
+            "POST", "/score", samples, {"content": body, "headers": {"Content-Type": SAFETENSORS_TYPE}}, self._timeout_s
         )
         try:
             return unpack_results(self._json(response, samples), len(samples))
         except WireError as error:
             raise self._error(f"the answer breaks the format: {error}", "", samples) from error
 
-    def _send(self, method: str, path: str, samples: Sequence[RewardSample], content: dict[str, Any]) -> httpx.Response:
-        """A successful response. Tries again only what the server cannot have begun."""
-        reason = ""
-        for attempt in range(self._retries + 1):
-            wait = min(0.5 * 2**attempt, 30.0)
-            try:
-                response = self._client.request(method, self.endpoint + path, **content)
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                reason = f"no connection: {error}"
-            except httpx.TimeoutException:
-                raise self._error(
-                    f"no answer within {self._timeout_s:g} s",
-                    "raise --reward-timeout-s, or look at the server's log",
-                    samples,
-                ) from None
-            except httpx.HTTPError as error:
-                raise self._error(
-                    f"the connection broke: {type(error).__name__}: {error}", "look at the server's log", samples
-                ) from error
-            else:
-                if response.is_success:
-                    return response
-                if response.status_code != 503:
-                    raise self._refused(response, samples)
-                reason = f"busy (503): {response.text[:300]}"
-                wait = min(max(wait, _retry_after(response)), 30.0)
-            if attempt < self._retries:
-                self._pause(wait)
-        raise self._error(
-            f"{reason} (tried {self._retries + 1} times)",
-            f"is `reward-server` running? try {self.endpoint}/health",
-            samples,
+    def _send(
+        self, method: str, path: str, samples: Sequence[RewardSample], content: dict[str, Any], patience_s: float
+    ) -> httpx.Response:
+        """A successful response. What had no answer is sent again until the next pause would end after `patience_s`."""
+        spent, tries, pause = 0.0, 0, 0.5
+        while True:
+            started = time.monotonic()
+            answer = self._try(method, path, samples, content)
+            if isinstance(answer, httpx.Response):
+                return answer
+            tries += 1
+            wait = max(min(pause, answer.longest_pause), answer.asked_pause)
+            spent += time.monotonic() - started + wait
+            if spent > patience_s:
+                what = f"{answer.reason} (tried {tries} times within {patience_s:g} s)"
+                raise self._error(what, answer.hint, samples)
+            if tries == 1:
+                log.warning("reward endpoint %s: %s; tried again for %g s", self.endpoint, answer.reason, patience_s)
+            self._pause(wait)
+            pause *= 2
+
+    def _try(
+        self, method: str, path: str, samples: Sequence[RewardSample], content: dict[str, Any]
+    ) -> "httpx.Response | _NoAnswer":
+        """One request. Raises RewardEndpointError for what must not be sent again."""
+        try:
+            response = self._client.request(method, self.endpoint + path, **content)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            return _NoAnswer(f"no connection: {error}", f"is `reward-server` running? try {self.endpoint}/health")
+        except httpx.TimeoutException:
+            raise self._error(
+                f"no answer within {self._timeout_s:g} s",
+                "raise --reward-timeout-s, or look at the server's log",
+                samples,
+            ) from None
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+            what = f"the connection broke: {type(error).__name__}: {error}"
+            return _NoAnswer(what, "look at the server's log: does it stop at one of these pictures?")
+        except httpx.HTTPError as error:
+            raise self._error(f"{type(error).__name__}: {error}", "check --reward-endpoint", samples) from error
+        if response.is_success:
+            return response
+        if response.status_code != 503:
+            raise self._refused(response, samples)
+        return _NoAnswer(
+            f"busy (503): {response.text[:300]}",
+            "it runs but takes no more: look at its log, raise --max-waiting or --reward-timeout-s, or start another",
+            longest_pause=BUSY_PAUSE_S,
+            asked_pause=min(_retry_after(response), 30.0),
         )
 
     def _refused(self, response: httpx.Response, samples: Sequence[RewardSample]) -> RewardEndpointError:

@@ -4,8 +4,8 @@
     GET  /info     {"scorer", "components", "required_tracks", "max_batch"}
     POST /score    a body of `flowgrpo_rewards.wire` -> {"results": [...]}
 
-One thread scores, one batch at a time: a GPU gains nothing from two. Requests wait in line; past `max_waiting` they
-are told to come back (503, Retry-After), so that a slow scorer never piles up pictures in memory.
+One thread scores, one batch at a time: a GPU gains nothing from two. A request takes its place in line before its body
+is read; past `max_waiting` it is told to come back (503, Retry-After), so that pictures never pile up in memory.
 """
 
 import argparse
@@ -15,18 +15,21 @@ import hmac
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse
+try:
+    from fastapi import FastAPI, HTTPException, Request
+    from fastapi.responses import JSONResponse
+except ImportError as error:
+    raise ImportError(f"reward-server: {error}; hint: pip install flowgrpo-rewards[server]") from None
 
 from flowgrpo_rewards.loading import SCORERS, cuda_hidden, make_scorer
 from flowgrpo_rewards.post_process import score_in_batches
 from flowgrpo_rewards.protocol import GenerativeRewardScorer, Invalid, RewardError, RewardSample, SampleResult
 from flowgrpo_rewards.remote import TOKEN_VARIABLE
-from flowgrpo_rewards.wire import WireError, pack_results, unpack_samples
+from flowgrpo_rewards.wire import TooManySamplesError, WireError, pack_results, unpack_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +39,11 @@ class ServerConfig:
     max_batch: int = 64
     """Samples of one request; the client asks for this number and cuts its batches to it."""
     max_waiting: int = 8
-    """Requests in line, the one being scored included; the next one is answered 503."""
+    """Requests in line, those being read and the one being scored included; the next one is answered 503."""
     max_body_mb: int = 256
     """Megabytes of one request; more is answered 413."""
     timeout_s: float = 300.0
-    """Longest time for one request once its turn comes; past it the answer is 504."""
+    """Longest time for a request's body to arrive (past it the answer is 408) and, in its turn, to be scored (504)."""
     token: str | None = None
     """Bearer token that each request but /health must carry; None asks for none."""
 
@@ -61,19 +64,24 @@ class ScoringLine:
         """A batch has run past the time limit: nothing behind it will be scored."""
         return self.busy_since is not None and time.monotonic() - self.busy_since > self.config.timeout_s
 
-    async def score(self, samples: Sequence[RewardSample]) -> list[SampleResult]:
-        """Waits for its turn, then scores. Raises HTTPException 503 (line full or stuck) or 504 (too slow)."""
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """One place in line, for as long as the block lasts. Raises HTTPException 503 (line full or stuck)."""
         if self.stuck or self.waiting >= self.config.max_waiting:
             why = "the scorer hangs" if self.stuck else f"{self.waiting} requests wait"
             raise HTTPException(503, why, headers={"Retry-After": "30" if self.stuck else "1"})
         self.waiting += 1
         try:
-            async with self._turn:
-                if self.stuck:
-                    raise HTTPException(503, "the scorer hangs", headers={"Retry-After": "30"})
-                return await self._score_now(samples)
+            yield
         finally:
             self.waiting -= 1
+
+    async def score(self, samples: Sequence[RewardSample]) -> list[SampleResult]:
+        """Waits for its turn, then scores. Raises HTTPException 503 (stuck) or 504 (too slow)."""
+        async with self._turn:
+            if self.stuck:
+                raise HTTPException(503, "the scorer hangs", headers={"Retry-After": "30"})
+            return await self._score_now(samples)
 
     async def _score_now(self, samples: Sequence[RewardSample]) -> list[SampleResult]:
         self.busy_since = time.monotonic()
@@ -143,22 +151,29 @@ def make_app(scorer: GenerativeRewardScorer, config: ServerConfig) -> FastAPI:
     @app.post("/score")
     async def score(request: Request) -> dict:
         check_token(request)
-        # Refused before the body is read, so that a full line costs no memory.
-        if line.waiting >= config.max_waiting or line.stuck:
-            raise HTTPException(503, f"{line.waiting} requests wait", headers={"Retry-After": "1"})
-        body = await _body(request, config.max_body_mb * 1_000_000)
-        try:
-            samples = await asyncio.to_thread(unpack_samples, body, request.headers.get("content-type", ""))
-        except WireError as error:
-            raise HTTPException(400, str(error)) from None
-        if len(samples) > config.max_batch:
-            raise HTTPException(413, f"{len(samples)} samples in one request, at most {config.max_batch}")
-        try:
-            return pack_results(await line.score(samples))
-        except RewardError as error:
-            raise HTTPException(500, str(error)) from None
+        with line.place():  # before the body is read, so that a full line costs no memory
+            samples = await _samples(request, config)
+            try:
+                return pack_results(await line.score(samples))
+            except RewardError as error:
+                raise HTTPException(500, str(error)) from None
 
     return app
+
+
+async def _samples(request: Request, config: ServerConfig) -> list[RewardSample]:
+    """The samples of a request. Raises HTTPException 400, 408 (too slow) or 413 (too large, too many)."""
+    try:
+        body = await asyncio.wait_for(_body(request, config.max_body_mb * 1_000_000), config.timeout_s)
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not arrive within {config.timeout_s:g} s") from None
+    kind = request.headers.get("content-type", "")
+    try:
+        return await asyncio.to_thread(unpack_samples, body, kind, max_samples=config.max_batch)
+    except TooManySamplesError as error:
+        raise HTTPException(413, str(error)) from None
+    except WireError as error:
+        raise HTTPException(400, str(error)) from None
 
 
 async def _body(request: Request, limit: int) -> bytes:

@@ -30,6 +30,10 @@ class WireError(ValueError):
     """A body that breaks the format; the server answers 400 with these words."""
 
 
+class TooManySamplesError(WireError):
+    """More samples in one body than may be; said before a picture is decoded. The server answers 413."""
+
+
 def pack_samples(samples: Sequence[RewardSample], pictures: Sequence[np.ndarray], *, png: bool) -> bytes:
     """The safetensors body. `png`: pictures travel compressed (less network, more CPU), else as raw pixels."""
     tensors = {f"image.{k}": _png(picture) if png else picture for k, picture in enumerate(pictures)}
@@ -40,31 +44,39 @@ def pack_samples(samples: Sequence[RewardSample], pictures: Sequence[np.ndarray]
     return save(tensors, metadata={"samples": json.dumps(described)})
 
 
-def unpack_samples(body: bytes, content_type: str) -> list[RewardSample]:
+def unpack_samples(body: bytes, content_type: str, *, max_samples: int | None = None) -> list[RewardSample]:
     """The samples of a request, images as uint8 [H, W, 3].
 
     A picture that does not decode is not the request's failure but the sample's: its `image` is an `Invalid`.
-    Raises WireError for everything else.
+    Raises TooManySamplesError, and WireError for everything else.
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind == SAFETENSORS_TYPE:
-        described, pictures = _from_safetensors(body)
+        described, pictures = _from_safetensors(body, max_samples)
     elif kind == JSON_TYPE:
-        described, pictures = _from_json(body)
+        described, pictures = _from_json(body, max_samples)
     else:
         raise WireError(f"content type {kind!r}: use {SAFETENSORS_TYPE} or {JSON_TYPE}")
     return [_sample(k, *pair) for k, pair in enumerate(zip(described, pictures, strict=True))]
 
 
-def _from_safetensors(body: bytes) -> tuple[list[Any], list[np.ndarray]]:
+def _from_safetensors(body: bytes, max_samples: int | None) -> tuple[list[Any], list[np.ndarray]]:
     try:
+        described = _counted(json.loads(_metadata(body)["samples"]), max_samples)
         tensors = load(body)
-        described = json.loads(_metadata(body)["samples"])
-    except (SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
+    except TooManySamplesError:
+        raise
+    except (SafetensorError, AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise WireError(f"not a safetensors body with a `samples` entry: {type(error).__name__}: {error}") from None
     if not isinstance(described, list) or set(tensors) != {f"image.{k}" for k in range(len(described))}:
         raise WireError(f"`samples` must list one entry for each of image.0, image.1, ...; got {sorted(tensors)[:5]}")
     return described, [tensors[f"image.{k}"] for k in range(len(described))]
+
+
+def _counted(described: Any, max_samples: int | None) -> Any:
+    if max_samples is not None and isinstance(described, list) and len(described) > max_samples:
+        raise TooManySamplesError(f"{len(described)} samples in one request, at most {max_samples}")
+    return described
 
 
 def _metadata(body: bytes) -> Mapping[str, str]:
@@ -73,10 +85,12 @@ def _metadata(body: bytes) -> Mapping[str, str]:
     return json.loads(body[8 : 8 + length]).get("__metadata__") or {}
 
 
-def _from_json(body: bytes) -> tuple[list[Any], list[np.ndarray]]:
+def _from_json(body: bytes, max_samples: int | None) -> tuple[list[Any], list[np.ndarray]]:
     try:
-        described = json.loads(body)["samples"]
+        described = _counted(json.loads(body)["samples"], max_samples)
         images = [np.frombuffer(base64.b64decode(entry["image"], validate=True), np.uint8) for entry in described]
+    except TooManySamplesError:
+        raise
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise WireError(
             f'not {{"samples": [{{"prompt": ..., "image": base64 of a PNG}}]}}: {type(error).__name__}: {error}'
@@ -138,6 +152,8 @@ def unpack_results(answer: Any, count: int) -> list[SampleResult]:
     if not isinstance(results, list) or len(results) != count:
         got = len(results) if isinstance(results, list) else type(answer).__name__
         raise WireError(f"{got} results for {count} samples")
+    if wrong := [one for one in results if not isinstance(one, dict)]:
+        raise WireError(f"{wrong[0]!r} is no mapping from component to result")
     return [{name: _component(name, result) for name, result in one.items()} for one in results]
 
 
@@ -145,6 +161,6 @@ def _component(name: str, result: Any) -> ComponentResult:
     match result:
         case {"invalid": str(reason)}:
             return Invalid(reason)
-        case {"value": int(value) | float(value)}:
+        case {"value": int(value) | float(value)} if not isinstance(value, bool):
             return Value(float(value))
     raise WireError(f"component {name!r} is {result!r}, neither a value nor invalid")
