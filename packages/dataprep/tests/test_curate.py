@@ -1,7 +1,9 @@
 """curate: duplicates and short prompts go, the split is a hash, the bytes never change."""
 
+import errno
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -270,3 +272,36 @@ def test_words_are_counted_in_every_script(prompt, words):
 def test_folding_ignores_case_white_space_and_width():
     assert folded("  A\tRed \uff30anda ") == folded("a red panda")
     assert folded("a red panda") != folded("a red pandas")
+
+
+def test_a_full_disk_leaves_all_files_of_the_last_run_as_they_were(tmp_path, monkeypatch, capsys):
+    _, before = curated(tmp_path, raw_file(tmp_path, many(60)), eval_size=20)
+    synced = []
+
+    def fsync(descriptor):
+        synced.append(descriptor)
+        if len(synced) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    out = tmp_path / "out"
+    flags = ["--input", str(tmp_path / "raw.jsonl"), "--out-dir", str(out), "--eval-size", "5", "--quiet"]
+    assert main(["curate", *flags]) == 2
+    assert {file.name: file.read_text().splitlines() for file in sorted(out.iterdir())} == before
+    said = capsys.readouterr().err
+    assert said.startswith(f"dataprep: {out}: No space left on device")
+    assert "Traceback" not in said
+
+
+def test_two_outputs_of_one_file_are_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "train.jsonl").symlink_to("eval.jsonl")
+    with pytest.raises(InputError) as error:
+        curated(tmp_path, raw_file(tmp_path, many(10)), eval_size=2)
+    assert "links to one" in error.value.what
+
+
+def test_a_prompt_with_a_carriage_return_is_refused_with_its_line(tmp_path):
+    with pytest.raises(InputError) as error:
+        curated(tmp_path, raw_file(tmp_path, [line("one", "a"), line("a\rb", "b")]))
+    assert (error.value.line, "carriage return" in error.value.what) == (2, True)

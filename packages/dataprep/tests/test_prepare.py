@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import polars as pl
 import pytest
@@ -122,6 +123,9 @@ def test_ocr_prompts_carry_the_text_to_draw(tmp_path):
         ("prompts", "p.txt.gz", gzip.compress(b"one\ntwo\n")[:-9], 3, "gzip"),
         ("prompts", "p.txt", b"\xff\xfeo\x00n\x00", 0, "UTF-16"),
         ("prompts", "p.txt", b"\n\n", 0, "no prompt in 2 lines"),
+        ("prompts", "p.txt", b"one\na\0b\n", 2, "NUL"),
+        ("prompts", "p.txt", b"one\rtwo\rthree\r", 1, "tr '\\r' '\\n'"),
+        ("prompts", "p.jsonl", b'{"prompt": "one"}\n{"prompt": "a\\r\\nb"}', 2, "carriage return"),
         ("prompts", "p.csv", b"a", 0, ".csv"),
         ("prompts", "p.parquet", b"PAR1 and no more", 0, "parquet"),
     ],
@@ -141,6 +145,45 @@ def test_a_parquet_file_without_prompts_says_what_it_has(tmp_path):
     with pytest.raises(InputError) as error:
         prepared(tmp_path, path)
     assert "text, n" in error.value.what
+
+
+def test_a_parquet_file_with_a_broken_page_is_said_in_words(tmp_path):
+    path = tmp_path / "p.parquet"
+    pl.DataFrame({"prompt": [f"prompt {k}" for k in range(5_000)]}).write_parquet(path, compression="zstd")
+    data = bytearray(path.read_bytes())
+    data[8 : len(data) // 2] = bytes(len(data) // 2 - 8)  # the schema stands at the end and is whole
+    path.write_bytes(data)
+    with pytest.raises(InputError) as error:
+        prepared(tmp_path, path)
+    assert "not a readable parquet file" in error.value.what
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_a_linked_output_stays_a_link_and_the_file_behind_it_is_replaced(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "behind.jsonl").write_text("old")
+    link = tmp_path / "out" / "prompts.jsonl"
+    link.symlink_to("../behind.jsonl")
+    _, (record,) = prepared(tmp_path, written(tmp_path, "p.txt", "one"))
+    assert link.is_symlink()
+    assert json.loads((tmp_path / "behind.jsonl").read_text()) == record
+
+
+def test_an_output_that_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for output in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(InputError) as error:
+            prepare(source="prompts", inputs=[written(tmp_path, "p.txt", "one")], output=output)
+        assert "no regular file" in error.value.what
+
+
+def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):
+    good = written(tmp_path, "p.txt", "one\n")
+    out = str(good / "o.jsonl")  # below a file
+    assert main(["prepare", "--source", "prompts", "--input", str(good), "--output", out]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"dataprep: {good}")
+    assert "Traceback" not in said
 
 
 def test_bad_lines_can_be_skipped_and_are_counted_and_ids_do_not_move(tmp_path):

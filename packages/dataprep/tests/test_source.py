@@ -1,6 +1,8 @@
 """The prompt source of a run: the same prompts for the same rollout, and words for a file that no run can use."""
 
+import gc
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -104,6 +106,8 @@ def test_other_prompts_have_another_fingerprint(tmp_path, prompts):
         (line(sample_id="a") + "\n\n" + line("other", sample_id="a"), "line 3: metadata.sample_id 'a' was already"),
         ('{"prompt": "\\ud800", "metadata": {"task": "t2i"}}', "surrogate"),
         ('{"prompt": ' + "[" * 100_000, "line 1"),
+        (line("one") + "\n" + line("a \0 b", "b"), "line 2: `prompt` holds a NUL"),
+        (line("a \r\n b"), "line 1: `prompt` holds a carriage return"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_line(tmp_path, text, said):
@@ -149,6 +153,64 @@ def test_fewer_prompts_than_a_batch_are_refused(prompts):
 def test_a_negative_rollout_is_refused(prompts):
     with pytest.raises(ValueError):
         PromptSource(prompts, seed=0, batch_size=1).batch(-1)
+
+
+def test_a_file_put_in_its_place_does_not_reach_a_running_source(tmp_path, prompts):
+    source = PromptSource(prompts, seed=1, batch_size=3)
+    before = [source.batch(k) for k in range(3)]
+    other = tmp_path / "other.jsonl"
+    other.write_text(line("another", "x"))
+    other.rename(prompts)  # as `dataprep curate` does
+    assert [source.batch(k) for k in range(3)] == before
+    prompts.unlink()
+    assert [source.batch(k) for k in range(3)] == before
+
+
+def rewritten(path, text):
+    """Changed in its place, a second later."""
+    path.write_text(text)
+    later = path.stat().st_mtime_ns + 10**9
+    os.utime(path, ns=(later, later))
+
+
+@pytest.mark.parametrize("old_new", [("prompt 3", "prompt X"), ("prompt 3", "a longer prompt"), ('"p9"', '"q9"')])
+def test_a_file_changed_in_its_place_is_refused_and_never_gives_other_prompts(prompts, old_new):
+    source = PromptSource(prompts, seed=1, batch_size=3)
+    source.batch(0)
+    rewritten(prompts, prompts.read_text().replace(*old_new))
+    for read in (lambda: source.batch(0), lambda: next(source.all())):
+        with pytest.raises(PromptFileError) as error:
+            read()
+        assert "was changed" in error.value.problems[0]
+
+
+def test_a_file_written_again_with_the_same_bytes_is_no_change(prompts):
+    source = PromptSource(prompts, seed=1, batch_size=3)
+    before = source.batch(5)
+    rewritten(prompts, prompts.read_text())
+    assert source.batch(5) == before
+
+
+def test_a_source_can_be_sent_to_another_process_which_checks_the_file_it_finds(prompts):
+    source = PromptSource(prompts, seed=1, batch_size=3)
+    sent = pickle.dumps(source)
+    assert pickle.loads(sent).batch(7) == source.batch(7)
+    rewritten(prompts, prompts.read_text().replace("prompt 3", "prompt X"))
+    with pytest.raises(PromptFileError):
+        pickle.loads(sent)
+    prompts.unlink()
+    with pytest.raises(PromptFileError):
+        pickle.loads(sent)
+
+
+def test_a_source_closes_its_file(prompts):
+    source = PromptSource(prompts, seed=1, batch_size=3)
+    descriptor = source._descriptor
+    assert os.path.samestat(os.fstat(descriptor), prompts.stat())
+    del source
+    gc.collect()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
 
 
 def test_the_source_imports_the_standard_library_alone():

@@ -1,7 +1,9 @@
 """`dataprep prepare | curate | inspect`. Exit code 0: done; 1: a problem was found; 2: the input or a flag is wrong."""
 
 import argparse
+import errno
 import sys
+import tempfile
 from pathlib import Path
 
 from flowgrpo_dataprep.errors import InputError
@@ -18,6 +20,9 @@ def main(arguments: list[str] | None = None) -> int:
         return flags.command(flags)
     except (InputError, ValueError) as error:
         print(f"dataprep: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"dataprep: {_os_sentence(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("dataprep: interrupted, nothing was written", file=sys.stderr)
@@ -93,6 +98,18 @@ def _inspect(flags: argparse.Namespace) -> int:
     else:
         print(as_text(report))
     return 1 if report.problems or (flags.strict and report.warnings) else 0
+
+
+def _os_sentence(error: OSError) -> str:
+    """What the system refused, where, and the remedy for the usual reasons."""
+    hints = {
+        errno.ENOSPC: f"make room; temporary files of curate lie in {tempfile.gettempdir()} (TMPDIR moves them)",
+        errno.EACCES: "check who may read and write there",
+        errno.ENOTDIR: "a part of this path is a file",
+    }
+    where = f"{error.filename}: " if error.filename else ""
+    hint = hints.get(error.errno or 0, "check the path and the disk")
+    return f"{where}{error.strerror or error}\nhint: {hint}"
 
 
 def _print_skipped(lines: list[str], count: int) -> None:

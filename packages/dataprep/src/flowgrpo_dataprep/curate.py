@@ -28,7 +28,7 @@ from flowgrpo_dataprep.records import media_of, parse_record, resolve_media
 from flowgrpo_dataprep.spill import BUCKETS, SMALL_BYTES, SpilledRows, first_of_each
 from flowgrpo_dataprep.text import content_key, count_words, folded, id_key
 from flowgrpo_dataprep.tokens import count_tokens, load_tokenizer, most_tokens
-from flowgrpo_dataprep.writing import written_whole
+from flowgrpo_dataprep.writing import written_together
 
 Dedup = Literal["exact", "folded"]
 DROPPED, TRAIN, EVAL = 0, 1, 2
@@ -328,8 +328,8 @@ def _write(
     sizes = {"eval": len(held_out)} | {f"eval{size}": size for size in config.eval_subset_sizes}
     paths = {name: config.out_dir / f"{config.prefix}{name}.jsonl" for name in ("train", *sizes)}
     members = {name: frozenset(held_out[:size].tolist()) for name, size in sizes.items()}
-    with ExitStack() as stack:
-        files = {name: stack.enter_context(written_whole(path)) for name, path in paths.items()}
+    with written_together(list(paths.values())) as opened:
+        files = dict(zip(paths, opened, strict=True))
         write_train = files["train"].write
         for number, (side, (_, _, raw)) in enumerate(zip(sides.tobytes(), _content(parts, progress), strict=True)):
             if side == TRAIN:

@@ -17,7 +17,7 @@ import orjson
 from flowgrpo_dataprep.errors import SKIP_HINT, InputError, LineError
 from flowgrpo_dataprep.lines import is_parquet, numbered_lines
 from flowgrpo_dataprep.progress import Progress
-from flowgrpo_dataprep.source import GENERATION_TASKS
+from flowgrpo_dataprep.source import GENERATION_TASKS, forbidden_character
 from flowgrpo_dataprep.writing import written_whole
 
 OnError = Literal["stop", "skip"]
@@ -182,14 +182,21 @@ class _JsonLine(bytes):
 
 
 def _parquet_rows(path: Path, converter: Converter, progress: Progress) -> Iterator[tuple[int, str | None]]:
+    """`_parquet_cells`, what is broken in the file said in words, also where only a page of it is."""
+    from polars.exceptions import PolarsError
+
+    try:
+        yield from _parquet_cells(path, converter, progress)
+    except (PolarsError, OSError) as error:
+        raise InputError(str(path), 0, f"not a readable parquet file: {error}", "copy the file again") from error
+
+
+def _parquet_cells(path: Path, converter: Converter, progress: Progress) -> Iterator[tuple[int, str | None]]:
     """Reads the prompt column alone, so the pictures of Pick-a-Pic's files are never touched."""
     import polars as pl  # 1 s of import, which text inputs need not pay
 
-    try:
-        scan = pl.scan_parquet(path)
-        names = scan.collect_schema().names()
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise InputError(str(path), 0, f"not a readable parquet file: {error}", "copy the file again") from error
+    scan = pl.scan_parquet(path)
+    names = scan.collect_schema().names()
     column = next((name for name in converter.columns if name in names), None)
     if column is None:
         raise InputError(
@@ -228,6 +235,8 @@ def _convert(raw: bytes | str | None, converter: Converter, constant: dict, samp
         prompt = (raw or "").strip()
         if not prompt:
             raise LineError("the prompt is null or blank")
+    if what := forbidden_character(prompt):
+        raise LineError(f"the prompt {what}")
     metadata = {"task": constant["task"], "sample_id": sample_id} | converter.extra(prompt) | given | constant
     return {"prompt": prompt, "metadata": metadata}
 

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from flowgrpo_dataprep.errors import LineError
-from flowgrpo_dataprep.source import GENERATION_TASKS, parse_line
+from flowgrpo_dataprep.source import GENERATION_TASKS, forbidden_character, parse_line
 
 MEDIA_KINDS = ("image", "video")
 
@@ -29,6 +29,7 @@ def parse_record(raw: bytes) -> dict[str, Any]:
             and metadata["task"] in GENERATION_TASKS
             and not record["prompt"].isspace()
             and record["prompt"]
+            and not forbidden_character(record["prompt"])
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise LineError(parse_line(raw)[1] or _why_not(error)) from None

@@ -6,6 +6,8 @@ resumed run, a second rank or a second process draws the same prompts without be
 
 import hashlib
 import json
+import os
+import weakref
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,6 +53,9 @@ class PromptSource:
     An epoch is one shuffle of the file. It gives `batches_per_epoch` whole batches; the few prompts left over
     wait for the next shuffle, so that no batch holds a prompt twice (two groups of one prompt would draw the
     same pictures). Only the lines' positions are held in memory: 8 bytes a prompt.
+
+    The file that was checked stays open: what `dataprep` later puts under its name does not reach this run. Changed
+    in its place, it is refused where it is read.
     """
 
     def __init__(self, path: str | Path, *, seed: int, batch_size: int):
@@ -59,9 +64,10 @@ class PromptSource:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.path, self.seed, self.batch_size = Path(path), seed, batch_size
         self._offsets = array("Q")
+        self._open()
         problems: list[str] = []
         digest = hashlib.sha256()
-        for offset, raw, problem in _checked_lines(self.path):
+        for offset, raw, problem in _checked_lines(self.path, self._descriptor):
             digest.update(raw)
             if problem:
                 problems.append(problem)
@@ -112,12 +118,53 @@ class PromptSource:
         return self._order
 
     def _read(self, indices: Any) -> list[Prompt]:
+        self._check_unchanged()
         prompts = []
-        with open(self.path, "rb") as file:
-            for index in indices:
-                file.seek(self._offsets[index])
-                prompts.append(_prompt(file.readline()))
+        for index in indices:
+            start = self._offsets[index]
+            end = self._offsets[index + 1] if index + 1 < len(self) else self._state[0]
+            # At a place, not from the file's position: other threads may read too. Blank lines may follow.
+            raw = os.pread(self._descriptor, end - start, start)
+            prompts.append(_prompt(raw.partition(b"\n")[0]))
         return prompts
+
+    def _open(self) -> None:
+        """Keeps the file open for as long as this object lives; nothing where there is no file."""
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if self.path.is_file() else None
+        if self._descriptor is not None:
+            weakref.finalize(self, os.close, self._descriptor)
+            self._state = _state(self._descriptor)
+
+    def _check_unchanged(self) -> None:
+        """Raises PromptFileError if the file's bytes are not those that were checked; a new time alone is no change."""
+        if (state := _state(self._descriptor)) == self._state:
+            return
+        digest = hashlib.sha256()
+        for _, raw, _ in _checked_lines(self.path, self._descriptor):
+            digest.update(raw)
+        if state[0] != self._state[0] or digest.hexdigest() != self.fingerprint:
+            what = "it was changed while the run reads it; put it back, or start the run anew with the changed file"
+            raise PromptFileError(str(self.path), (what,))
+        self._state = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_descriptor": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Opens the file again. Raises PromptFileError if it has gone, or is not the one that was checked."""
+        self.__dict__.update(state)
+        checked = self._state
+        self._open()
+        if self._descriptor is None:
+            raise PromptFileError(str(self.path), (f"{self.path}: no such file",))
+        self._state = checked
+        self._check_unchanged()
+
+
+def _state(descriptor: int) -> tuple[int, int]:
+    """Size in bytes and time of the last change in ns."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
 
 
 def validate_prompt_file(path: str | Path, *, max_lines: int | None = 50_000) -> list[str]:
@@ -134,14 +181,18 @@ def validate_prompt_file(path: str | Path, *, max_lines: int | None = 50_000) ->
     return problems
 
 
-def _checked_lines(path: Path) -> Iterator[tuple[int, bytes, str]]:
-    """(offset, line, problem or "") for each non-blank line; one entry for a file that cannot be read or is empty."""
-    if not path.is_file():
+def _checked_lines(path: Path, descriptor: int | None = None) -> Iterator[tuple[int, bytes, str]]:
+    """(offset, line, problem or "") for each non-blank line; one entry for a file that cannot be read or is empty.
+
+    `descriptor`: of the file if it is open; its position is moved.
+    """
+    if descriptor is None and not path.is_file():
         yield 0, b"", f"{path}: no such file" if not path.exists() else f"{path}: not a file"
         return
     seen: dict[str, int] = {}
     lines = offset = 0
-    with open(path, "rb") as file:
+    with open(path if descriptor is None else os.dup(descriptor), "rb") as file:
+        file.seek(0)
         for number, raw in enumerate(file, start=1):
             if raw.strip():
                 lines += 1
@@ -175,6 +226,8 @@ def _record_problem(record: Any) -> str:
     if not isinstance(prompt, str) or not prompt.strip():
         found = "no `prompt`" if "prompt" not in record else f"`prompt` is {prompt!r}"
         return f"{found}; it must be a text that is not blank"
+    if what := forbidden_character(prompt):
+        return f"`prompt` {what}"
     try:
         prompt.encode()
     except UnicodeEncodeError:
@@ -186,6 +239,15 @@ def _record_problem(record: Any) -> str:
     sample_id = metadata.get("sample_id")
     if sample_id is not None and (not isinstance(sample_id, str) or not sample_id):
         return f"metadata.sample_id is {sample_id!r}; it must be a text that is not empty"
+    return ""
+
+
+def forbidden_character(prompt: str) -> str:
+    """What a prompt holds that no text to draw has, or ""."""
+    if "\0" in prompt:
+        return "holds a NUL character: the file is broken, or not a text file"
+    if "\r" in prompt:
+        return "holds a carriage return: put a space there (if it ends every line of the file: tr '\\r' '\\n')"
     return ""
 
 
