@@ -11,6 +11,7 @@ from typing import Any
 from flowgrpo_dataprep.source import PromptSource
 from flowgrpo_rollout_sglang.artifacts import ArtifactStore
 from flowgrpo_rollout_sglang.files import write_atomic
+from flowgrpo_rollout_sglang.text_window import check_prompts
 from rich.console import Console
 
 from flowgrpo_trainer import fleet as fleets
@@ -46,6 +47,7 @@ def train_session(settings: Settings, recipe: str, warnings: Sequence[str]) -> i
     hooks = _hooks(settings)  # all imported, and their signatures checked, before a worker starts
     prompts, held_out = _prompts(settings)
     adapter = hooks["model_adapter_path"](settings.model.model_path)
+    _check_text_window(settings, adapter.family, prompts, held_out)
     contract = contract_of(settings, adapter.lora_target_modules)
     resume = Resume.find(settings, contract)
     refuse_checkpoints_of_another_run(settings, resume)
@@ -134,6 +136,13 @@ def _prompts(settings: Settings) -> tuple[PromptSource, PromptSource]:
     )
 
 
+def _check_text_window(settings: Settings, family: str, *lists: PromptSource) -> None:
+    """Raises PromptsTooLongError. Most prompts are drawn late, and a resume would draw them again."""
+    if family == "qwen_image":  # whose window that is
+        for prompts in lists:
+            check_prompts(str(prompts.path), (p.prompt for p in prompts.all()), settings.model.model_path or "")
+
+
 def _open_folder(folder: RunFolder, settings: Settings, resume: Resume | None) -> None:
     """A new run folder, or the one that goes on; a new folder of a resumed run gets the metrics so far."""
     if resume is not None and not folder.metrics_path.exists():
@@ -189,7 +198,7 @@ def _run(
         context=context,
         generate=hooks["rollout_function_path"],
         convert=hooks["custom_convert_samples_to_train_data_path"],
-        parity=ParityGate(bound=rollout.parity_bound),
+        parity=ParityGate(bound=settings.parity_bound),
         evaluator=Evaluator(
             name=rollout.eval_prompt_data[0],
             prompts=tuple(held_out.all()),

@@ -147,8 +147,9 @@ class RolloutSettings:
     """Longest wait until an engine is ready, in seconds."""
     offload_rollout: bool = False
     """Engines free their devices while the actor trains."""
-    parity_bound: float = 0.05
-    """Largest |ratio - 1| between engine and replay, of any step, with which a run may start."""
+    parity_bound: float | None = None
+    """Largest |ratio - 1| between engine and replay, of any step, with which a run may start; none is 1e-3 where both
+    compute in fp32, else 0.05."""
     artifact_root: Path | None = None
     """Folder of pictures and sidecars, readable by every rank; none is `<run_dir>/artifacts`."""
     artifact_retention_rollouts: int = 2
@@ -358,6 +359,13 @@ class Settings:
         if self.rollout.n_samples_per_prompt == 1 or self.algorithm.disable_grpo_std_normalization:
             return "none"
         return self.algorithm.generative_advantage_std_mode or "group"
+
+    @property
+    def parity_bound(self) -> float:
+        """`--parity-bound`, or what rounding allows. In fp32 a lost text mask moved the ratio by 4e-3 and more."""
+        fp32 = self.fsdp.fsdp_param_dtype == self.rollout.engine_dtype == "fp32"
+        given = self.rollout.parity_bound
+        return given if given is not None else 1e-3 if fp32 else 0.05
 
     @property
     def weight_sync_mode(self) -> Literal["full", "adapter"]:
