@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import httpx
@@ -22,7 +23,8 @@ from flowgrpo_rollout_sglang.engine import EngineError
 from flowgrpo_rollout_sglang.server.contract import ENDPOINT_VARIABLE, TOKEN_VARIABLE
 from flowgrpo_rollout_sglang.server.launch import FOLDER_VARIABLE, PARENT_VARIABLE, how_ended, last_words
 
-LOG_TAIL_LINES = 40
+LOG_TAIL_LINES, LOG_TAIL_BYTES = 40, 1 << 16
+START_MARK = "=== flowgrpo starts the server"
 _LOOK_EVERY_S = 0.25
 _STOP_WITHIN_S = 10.0
 _REUSE_WITHIN_S = 2.0
@@ -38,13 +40,15 @@ class ServerProcess:
         patched: folder of the patched SGLang, put first on the server's PYTHONPATH.
         arguments: of `sglang serve`, without host and ports.
         environment: added to this process's own.
-        log: file that takes all output.
+        log: file that takes all output, after that of earlier servers; each start begins with a line that says so.
     """
 
     def __init__(self, name: str, patched: Path, arguments: Sequence[str], environment: Mapping[str, str], log: Path):
         self.name, self.log = name, log
         self.token = secrets.token_hex(16)
         self._patched, self._arguments, self._environment = patched, list(arguments), dict(environment)
+        self._log_start = 0
+        """Where the log of the present start begins."""
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: int | None = None
         self.folder: str | None = None
@@ -112,8 +116,8 @@ class ServerProcess:
         return f"the server {how_ended(code)}"
 
     def error(self, what: str, hint: str = "", kind: type[EngineError] = EngineError) -> EngineError:
-        """An error of `kind` that ends with the last lines of the log."""
-        tail = "\n".join(f"  | {line}" for line in log_tail(self.log))
+        """An error of `kind` that ends with the last lines of this start's log."""
+        tail = "\n".join(f"  | {line}" for line in log_tail(self.log, self._log_start))
         return kind(self.name, f"{what}\n  end of {self.log}:\n{tail}", hint)
 
     def _launch(self, port: int) -> None:
@@ -134,7 +138,10 @@ class ServerProcess:
         ports = {"--port": port, "--scheduler-port": scheduler_port, "--master-port": master_port}
         command += ["--host", "127.0.0.1", "--strict-ports", *(str(x) for pair in ports.items() for x in pair)]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
+            log.write(f"{START_MARK} {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} ===\n".encode())
+            self._log_start = log.tell()
+            log.flush()
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -171,10 +178,14 @@ class ServerProcess:
             time.sleep(_LOOK_EVERY_S)
 
 
-def log_tail(path: Path) -> list[str]:
-    """The last lines of a log that may not exist."""
+def log_tail(path: Path, start: int = 0) -> list[str]:
+    """The last lines of a log that may not exist, none of them from before byte `start`."""
     try:
-        return path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = start if start <= size else 0  # somebody has emptied it
+            file.seek(max(start, size - LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     except OSError as error:
         return [f"(no log: {error})"]
 

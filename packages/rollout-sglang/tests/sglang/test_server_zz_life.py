@@ -19,7 +19,7 @@ from flowgrpo_rollout_sglang.config import EngineConfig
 from flowgrpo_rollout_sglang.engine import EngineError, EngineLostError, SGLangNativeGenerationEngine
 from flowgrpo_rollout_sglang.patch import copy
 from flowgrpo_rollout_sglang.server import launch
-from flowgrpo_rollout_sglang.sglang_process import ServerProcess
+from flowgrpo_rollout_sglang.sglang_process import START_MARK, ServerProcess
 
 pytestmark = pytest.mark.timeout(900)  # the server's start is in the first test's time
 
@@ -59,6 +59,22 @@ def test_a_server_that_ends_at_start_is_told_with_the_end_of_its_log(tmp_path):
     assert "no such model: tiny" in error.value.what
     assert "code 1" in error.value.what
     assert server.pid is None
+
+
+def test_the_log_keeps_what_a_dead_server_said_and_the_error_ends_with_what_the_present_one_says(tmp_path):
+    server = fake_server(tmp_path, "    sys.exit('no such model: tiny')")
+    log = tmp_path / "log" / "fake.log"
+    log.parent.mkdir()
+    log.write_text("address already in use: the last words of a dead one\n")
+    body = tmp_path / "patched" / "sglang" / "cli" / "main.py"
+    body.write_text("import sys\ndef main():\n    sys.exit('no such model: tiny')\n")
+    with pytest.raises(EngineError) as error:
+        server.start(timeout_s=60)
+    said = log.read_text()
+    assert said.startswith("address already in use: the last words of a dead one\n")
+    assert said.count(START_MARK) == 1  # old words about a port are no reason to try another one
+    assert "no such model: tiny" in error.value.what
+    assert "last words" not in error.value.what
 
 
 def test_a_server_that_is_never_ready_is_ended_at_the_deadline(tmp_path):
