@@ -52,6 +52,17 @@ def test_the_recipes_fit_their_eight_cards(environment, capsys, recipe):
     assert any("--n-samples-per-prompt" in note for note in found["notes"])
 
 
+def test_the_page_sums_host_memory_up_for_a_node(environment, capsys):
+    recipe = ("--recipe", "qwen-image-t2i-8xgpu")
+    two_nodes = (*recipe, "--resource", '{"actor": [2, 4], "rollout": [2, 4]}')
+    _, numbers, _ = run(capsys, *recipe, "--json")
+    found = json.loads(numbers)
+    assert found["host_gib_per_node"] == 8 * found["host_gib_per_card"] > 0
+    for words, cards in ((recipe, 8), (two_nodes, 4)):
+        _, page, _ = run(capsys, *words)
+        assert f"{cards * found['host_gib_per_card']:.0f} GiB a node of {cards}." in " ".join(page.split())
+
+
 ONE_CARD = ("--recipe", "qwen-image-t2i-8xgpu", "--resource", '{"actor": [1, 1], "rollout": [1, 1]}')
 
 

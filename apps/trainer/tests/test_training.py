@@ -1,6 +1,7 @@
 """Whole runs of the quickstart, made short: real Ray, real models, real files. Only their length is small."""
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -12,6 +13,7 @@ from diffusers import QwenImageTransformer2DModel
 from flowgrpo_fsdp_actor.estimate.architecture import Transformer
 from flowgrpo_rewards.protocol import GroupRewardError
 from flowgrpo_trainer.cli import parse
+from flowgrpo_trainer.cluster import ClusterError
 from flowgrpo_trainer.hooks import HookError
 from flowgrpo_trainer.run_folder import RunFolder
 from flowgrpo_trainer.session import train_session
@@ -126,13 +128,24 @@ TWO_RANKS = [
 ]
 
 
-def test_two_ranks_with_an_engine_each_train_and_publish_full_weights(tmp_path):
-    run = short_run(tmp_path / "full", *TWO_RANKS, "--num-rollouts", "1")
+def test_two_ranks_with_an_engine_each_train_and_publish_full_weights(tmp_path, caplog):
+    """What ranks log reaches the driver's log: the fingerprints, and one line of the sync to both engines (W6)."""
+    caplog.set_level(logging.INFO, "flowgrpo_trainer")
+    run = short_run(tmp_path / "full", *TWO_RANKS, "--num-rollouts", "1", "--fsdp-debug-fingerprint")
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum(line.startswith("[fingerprint] optimizer step") for line in lines) == 2
+    assert next(line.split()[2] for line in lines if line.startswith("[wsync time]")) == "engine=engine0"
     (metrics,) = curves(run)
     assert metrics["train/optimizer_steps"] == 2
     assert metrics["train/policy_version"] == 1.0
     assert metrics["train/weight_sync_tensors"] > 50
     assert math.isfinite(metrics["train/grad_norm"])
+
+
+def test_a_cluster_that_is_too_small_is_refused_before_anything_waits(tmp_path):
+    with pytest.raises(ClusterError) as error:
+        short_run(tmp_path / "small", "--resource", '{"actor": [1, 998], "rollout": [1, 998]}')
+    assert "1000 CPUs" in error.value.what
 
 
 @pytest.mark.skipif("FLOWGRPO_TEST_LONG" not in os.environ, reason="two more runs; set FLOWGRPO_TEST_LONG")

@@ -19,7 +19,14 @@ from flowgrpo_fsdp_actor.estimate import CARDS, DIFFUSERS, SGLANG, ModelSize, Ru
 from flowgrpo_fsdp_actor.estimate.architecture import ATTENTION, Adapters, Transformer, _vae_parameters
 from flowgrpo_fsdp_actor.estimate.cards import EAGER, GIB, H200, PROCESS_BYTES
 from flowgrpo_fsdp_actor.estimate.memory import AUTO_MEMORY_SHARE, AUTO_TOKENS, SYNC_CHUNK_BYTES, MemoryModel
-from flowgrpo_fsdp_actor.estimate.speed import anchor_seconds, engine_pace, pass_seconds, replay_seconds, waits_for_host
+from flowgrpo_fsdp_actor.estimate.speed import (
+    _candidates,
+    anchor_seconds,
+    engine_pace,
+    pass_seconds,
+    replay_seconds,
+    waits_for_host,
+)
 from flowgrpo_fsdp_actor.lora import inject_lora
 from flowgrpo_fsdp_actor.plan import evenly, plan_updates
 from flowgrpo_rollout_sglang import diffusers_engine
@@ -510,3 +517,10 @@ def test_a_folder_or_a_target_that_cannot_be_estimated_is_refused(tmp_path):
         ModelSize.from_folder(tmp_path)
     with pytest.raises(TrainableBoundaryError):
         estimate(**LORA, lora_target_modules=("attn.to_qq",))
+
+
+@pytest.mark.parametrize(("groups", "drawn"), [(32, 32), (8, 8), (20, 24), (3, 8)])
+def test_an_engine_draws_whole_groups(groups, drawn):
+    """The trainer sends no group to two engines: `flowgrpo_trainer.fleet.calls_of`."""
+    config = memory_of(n_samples_per_prompt=8).config
+    assert _candidates(MemoryModel(QWEN_IMAGE, config, RunShape(world_size=8, groups=groups), H200)) == drawn

@@ -1,5 +1,6 @@
 """The optimizer steps of one rollout, on one rank: frozen anchors, joining, what is skipped."""
 
+import logging
 import math
 from dataclasses import replace
 
@@ -91,7 +92,8 @@ def test_anchors_are_frozen_before_the_first_step_so_that_only_weights_move_the_
     assert (metrics["train/ratio_min"], metrics["train/ratio_max"]) == (1.0, 1.0)
 
 
-def test_the_explicit_anchor_path_trains_the_same_weights_and_prints_its_lines(make_actor, rollout, capsys):
+def test_the_explicit_anchor_path_trains_the_same_weights_and_logs_its_lines(make_actor, rollout, caplog):
+    caplog.set_level(logging.INFO, "flowgrpo_fsdp_actor")
     plain, explicit = (
         make_actor(num_updates_per_batch=2),
         make_actor(num_updates_per_batch=2, fsdp_debug_fingerprint=True),
@@ -100,7 +102,7 @@ def test_the_explicit_anchor_path_trains_the_same_weights_and_prints_its_lines(m
     explicit.update(0, rollout, ADVANTAGES)
     ours, theirs = weights(plain), weights(explicit)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    lines = capsys.readouterr().out.splitlines()
+    lines = [record.getMessage() for record in caplog.records]
     assert sum(line.startswith("[logp parity] rollout 0") for line in lines) == 1
     prints = [line for line in lines if line.startswith("[fingerprint]")]
     assert len(prints) == 2

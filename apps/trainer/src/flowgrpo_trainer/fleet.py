@@ -24,18 +24,20 @@ from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from flowgrpo_trainer import host_memory
 from flowgrpo_trainer.colocation import Colocation
 from flowgrpo_trainer.rollout import RolloutGroup
 from flowgrpo_trainer.rows import RowQueue
 from flowgrpo_trainer.settings import Settings
 from flowgrpo_trainer.wiring import Device, actor_config, engine_config, reward_config
+from flowgrpo_trainer.worker_logs import relay
 from flowgrpo_trainer.workers import ActorWorker, RewardWorker, RolloutWorker
 
 log = logging.getLogger(__name__)
 SHARE = 0.3
 """Of a device, for each of rank, engine and scorer: they share it and take turns."""
 CANDIDATES_PER_CALL = 64
-"""Candidates sent to an engine at once: enough to fill a forward, few enough that progress shows."""
+"""Candidates sent to an engine at once, at most: enough to fill a forward, few enough that progress shows."""
 PLACE_TIMEOUT_S = 120.0
 
 
@@ -50,11 +52,11 @@ class Engines:
     ) -> list[GroupTrajectory]:
         """Trajectories in the order of `requests`.
 
-        The groups of a call are fixed by `requests` alone, so that a forward's composition, and with it every
-        bit, does not depend on which engine was free. Raises EngineError, or RayActorError for a dead engine.
+        The groups of a call are fixed by `requests` and the number of engines alone (`calls_of`), so that a forward's
+        composition, and with it every bit, does not depend on which engine was free. Raises EngineError, or
+        RayActorError for a dead engine.
         """
-        size = max(1, CANDIDATES_PER_CALL // max(len(r.sample_ids) for r in requests))
-        calls = [list(requests[start : start + size]) for start in range(0, len(requests), size)]
+        calls = calls_of(requests, len(self.workers))
         results: dict[int, list[GroupTrajectory]] = {}
         running: dict[Any, tuple[int, Any]] = {}
         free, waiting = list(self.workers), list(range(len(calls)))
@@ -71,6 +73,21 @@ class Engines:
         return [trajectory for index in range(len(calls)) for trajectory in results[index]]
 
 
+def calls_of(requests: Sequence[GroupRequest], engines: int) -> list[list[GroupRequest]]:
+    """The calls to the engines: waves over all of them, of whole groups, in the order of `requests`.
+
+    A call of a full wave has CANDIDATES_PER_CALL candidates, or what whole groups make of it; the last wave is divided
+    evenly. So no engine draws more than ceil(groups / engines) groups, and each that can has as many or one less.
+    """
+    most = max(1, CANDIDATES_PER_CALL // max((len(request.sample_ids) for request in requests), default=1))
+    calls: list[list[GroupRequest]] = []
+    for start in range(0, len(requests), engines * most):
+        wave = requests[start : start + engines * most]
+        count = min(engines, len(wave))
+        calls += [list(wave[i * len(wave) // count : (i + 1) * len(wave) // count]) for i in range(count)]
+    return calls
+
+
 @dataclass
 class Fleet:
     """Handles of every worker, and what ties them together."""
@@ -85,6 +102,12 @@ class Fleet:
     """What the scorer measures."""
     restart_engines: Callable[[], None]
     """Starts every engine afresh, with the base weights; for `--use-fault-tolerance`."""
+
+    def relay_logs(self) -> None:
+        """Logs here what the workers have logged since the last time (`worker_logs`)."""
+        named = {f"rank {rank}": actor for rank, actor in enumerate(self.actors)}
+        named |= {f"engine{index}": engine for index, engine in enumerate(self.engines.workers)}
+        relay(named | {"scorer": self.scorer})
 
     def read_ahead(self, rollout_id: int, G: int) -> None:
         """Lets every rank read the rollout's sidecars while the GPUs score, sleep and wake."""
@@ -111,12 +134,16 @@ def running(
     try:
         device = _device(settings, world)
         say(f"{world} {'GPU' if device == 'cuda' else 'CPU'} worker{'s' if world > 1 else ''} on Ray {ray.__version__}")
+        cluster.wait_for_room(world, PLACE_TIMEOUT_S)
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
         group = placement_group([bundle] * world, strategy="PACK")
         if not group.wait(PLACE_TIMEOUT_S):
             have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
             raise cluster.ClusterError(f"the cluster has no room for {world} x {bundle}: {have}", "lower --resource")
-        yield _start(settings, store, targets, device, group, stops)
+        fleet = _start(settings, store, targets, device, group, stops, say)
+        stops.append(fleet.relay_logs)  # the first to be called: what they said before an error belongs above it
+        fleet.relay_logs()
+        yield fleet
     finally:
         for stop in reversed(stops):
             _quietly(stop)
@@ -127,13 +154,22 @@ def running(
 
 
 def _start(
-    settings: Settings, store: ArtifactStore, targets: tuple[str, ...], device: Device, group: Any, stops: list
+    settings: Settings,
+    store: ArtifactStore,
+    targets: tuple[str, ...],
+    device: Device,
+    group: Any,
+    stops: list,
+    say: Callable[[str], None],
 ) -> Fleet:
     world = settings.world_size("actor")
     place = _placer(group, device, settings.run.cpu_threads or max(1, (os.cpu_count() or 1) // world))
     actor_settings = actor_config(settings, device=device)
     actors = [place(ActorWorker, rank).remote(actor_settings, store, rank, world) for rank in range(world)]
     stops.append(lambda: _stop_all(actors))
+    if device == "cuda":
+        for warning in host_memory.warnings(settings, ray.get([actor.host_memory.remote() for actor in actors])):
+            say(f"warning: {warning}")
     visible = _visible_devices(settings, device, actors)
     engines = _make_engines(settings, targets, device, place, visible)
     stops.append(lambda: _stop_all(engines))
@@ -264,4 +300,4 @@ def _quietly(stop: Callable[[], Any]) -> None:
     try:
         stop()
     except Exception as error:
-        log.info("while stopping: %s", error)
+        log.debug("while stopping: %s", error)

@@ -92,6 +92,7 @@ def train(run: Run, fleet: Fleet) -> None:
             with run.phase("update"):
                 report, *_ = ray.get([actor.update.remote(rollout_id, G, N) for actor in fleet.actors])
             fleet.rows.clear(rollout_id)
+            fleet.relay_logs()
             with run.phase("sync"):
                 synced = run.publisher.publish(fleet, report.policy_version, must_change=_moved(report.metrics))
 

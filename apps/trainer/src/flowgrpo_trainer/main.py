@@ -80,6 +80,7 @@ def run(words: Sequence[str]) -> int:
         print("no --recipe given: starting from the flags' own defaults (--recipe quickstart is the trial run)")
     warnings = validate_generative_config(settings)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("flowgrpo_trainer").setLevel(logging.WARNING if settings.run.quiet else logging.INFO)
     settings = _with_folders(settings, recipe)
     from flowgrpo_trainer.session import train_session  # torch and Ray come with it
 

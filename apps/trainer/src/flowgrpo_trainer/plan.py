@@ -40,7 +40,9 @@ def plan(words: Sequence[str]) -> int:
     notes = assumptions(settings, card, flags.plan_text_tokens)
     if flags.json:
         by_cards = {str(other.world_size): _briefly(other) for other in others}
-        print(json.dumps({"recipe": recipe} | estimate.as_json() | {"by_cards": by_cards, "notes": notes}, indent=2))
+        node = {"host_gib_per_node": estimate.host_bytes * cards_per_node(settings) / GIB}
+        document = {"recipe": recipe} | estimate.as_json() | node | {"by_cards": by_cards, "notes": notes}
+        print(json.dumps(document, indent=2))
     else:
         show(estimate, others, settings, recipe, notes, Console())
     return 0 if estimate.fits else DOES_NOT_FIT
@@ -90,6 +92,11 @@ def estimate_settings(settings: Settings, card: Card, *, text_tokens: int, cards
     except TrainableBoundaryError as error:
         where = f"--lora-target-modules {' '.join(error.wrong)}"
         raise ConfigError((Problem(where, error.why, "name layers of the transformer's blocks"),)) from error
+
+
+def cards_per_node(settings: Settings) -> int:
+    """From --resource."""
+    return int(settings.run.resource["actor"][1])
 
 
 def _with_targets(config: ActorConfig, settings: Settings) -> ActorConfig:
@@ -154,7 +161,7 @@ def show(
         f"A replay forward joins {estimate.join} transitions; of {estimate.blocks} blocks {estimate.recomputed} "
         f"recompute{f', {estimate.gathered} stay gathered' if estimate.gathered else ''}: "
         f"{estimate.transitions_per_s:.1f} transitions/s a card. "
-        f"Host memory for what sleeps: {estimate.host_bytes / GIB:.0f} GiB a card.",
+        f"{_host_memory(estimate, cards_per_node(settings))}",
         highlight=False,
     )
     if estimate.waits_for_host:
@@ -167,6 +174,11 @@ def show(
     for note in notes:
         console.print(f"[dim]{note}[/dim]", highlight=False)
     console.print(_verdict(estimate))
+
+
+def _host_memory(estimate: Estimate, cards: int) -> str:
+    each = estimate.host_bytes / GIB
+    return f"Host memory for what sleeps: {each:.0f} GiB a card, {each * cards:.0f} GiB a node of {cards}."
 
 
 def _phase_table(estimate: Estimate) -> Table:

@@ -4,6 +4,9 @@ Two phases. Each rank sends to its own engine, up to the engine's word that what
 only when all have said so does any engine commit. Next on the reading path: nothing; the loop starts again.
 """
 
+import logging
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +14,13 @@ import ray
 from flowgrpo_rollout_sglang.engine import EngineLostError
 from flowgrpo_rollout_sglang.wire import SyncReport, WeightSyncError
 
+from flowgrpo_trainer.errors import in_words
 from flowgrpo_trainer.fleet import Fleet
 from flowgrpo_trainer.workers import SyncTarget
+
+log = logging.getLogger(__name__)
+SLOW, SLOW_S = 2.0, 0.1
+"""An engine whose sync took so many times as long as the first one's, and so many seconds longer, has its own line."""
 
 
 @dataclass
@@ -43,6 +51,9 @@ class Publisher:
             self.failures += 1
             if not self.fault_tolerance or (isinstance(error, WeightSyncError) and error.reason == "unchanged"):
                 raise
+            log.warning(
+                "the sync of version %d failed, all engines are started afresh: %s", version, _named(error, fleet)
+            )
             fleet.restart_engines()
             self._base_known = False
             reports = self._transaction(fleet, version, must_change=False)
@@ -77,19 +88,45 @@ class Publisher:
                     for rank, actor in enumerate(fleet.actors)
                 ]
                 reports = ray.get(sends)
+                started = time.perf_counter()
                 ray.get([engine.commit.remote(version) for engine in engines])
+                committing = time.perf_counter() - started
             except BaseException:
                 _settle([engine.abort.remote() for engine in engines])
                 _settle([actor.publish_failed.remote() for actor in fleet.actors])
                 raise
         ray.get([actor.publish_succeeded.remote(version) for actor in fleet.actors])
         self.digest = reports[0].digest
+        for line in sync_lines([report.committed(committing) for report in reports]):
+            log.info("%s", line)
         return reports
 
     def _target(self, engines: list[Any], rank: int) -> SyncTarget:
         """The engine, and its rank, that holds its weights on the card of a training rank."""
         index, local = divmod(rank, self.gpus_per_engine)
         return SyncTarget(engines[index], f"engine{index}", local, self.gpus_per_engine)
+
+
+def sync_lines(reports: Sequence[SyncReport]) -> list[str]:
+    """The `[wsync time]` lines of one sync (W6): the first engine's, and that of each that took other things or was
+    much slower."""
+
+    def kind(report: SyncReport) -> tuple[Any, ...]:
+        return report.mode, report.transport, report.tensors, report.bytes, report.buckets
+
+    first, *others = reports
+    slow_s = max(SLOW * first.total_s, first.total_s + SLOW_S)
+    return [
+        first.line(),
+        *(report.line() for report in others if kind(report) != kind(first) or report.total_s > slow_s),
+    ]
+
+
+def _named(error: Exception, fleet: Fleet) -> str:
+    """The error in words, which name the engine: a worker that died knows only Ray's number."""
+    dead = getattr(error, "actor_id", None)
+    names = [f"engine{i}" for i, engine in enumerate(fleet.engines.workers) if engine._actor_id.hex() == dead]
+    return ": ".join([*names, in_words(error)])
 
 
 def _settle(calls: list[Any]) -> None:

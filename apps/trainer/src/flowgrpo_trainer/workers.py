@@ -22,6 +22,8 @@ from flowgrpo_rollout_sglang.artifacts import ArtifactStore
 from flowgrpo_rollout_sglang.config import EngineConfig
 from flowgrpo_rollout_sglang.request import GroupRequest, GroupTrajectory
 
+from flowgrpo_trainer.worker_logs import LogsToDriver
+
 if TYPE_CHECKING:
     from flowgrpo_fsdp_actor.actor import UpdateReport
     from flowgrpo_fsdp_actor.checkpoint_files import CheckpointTree
@@ -42,10 +44,11 @@ def _text(path: Path) -> str:
 
 
 @ray.remote
-class RolloutWorker:
+class RolloutWorker(LogsToDriver):
     """One engine. See `flowgrpo_rollout_sglang.engine.RolloutEngine` for every method's contract."""
 
     def __init__(self, class_path: str, config: EngineConfig):
+        super().__init__()
         self._engine: RolloutEngine = _load(class_path)(config)
 
     def start(self) -> str:
@@ -126,10 +129,11 @@ class SyncTarget:
 
 
 @ray.remote
-class ActorWorker:
+class ActorWorker(LogsToDriver):
     """One training rank. Every method is collective: the driver calls it on all ranks or on none."""
 
     def __init__(self, config: ActorConfig, store: ArtifactStore, rank: int, world_size: int):
+        super().__init__()
         self._config, self._store = config, store
         self._rank, self._world_size = rank, world_size
 
@@ -146,6 +150,12 @@ class ActorWorker:
     def reads(self, paths: Sequence[Path]) -> tuple[str, list[str]]:
         """This rank's node, and what it finds in files that the driver has written; "" where it finds none."""
         return ray.util.get_node_ip_address(), [_text(path) for path in paths]
+
+    def host_memory(self) -> tuple[str, int]:
+        """The node of this rank, and the bytes of host memory that are available there."""
+        from flowgrpo_trainer.host_memory import available_bytes
+
+        return ray.get_runtime_context().get_node_id(), available_bytes()
 
     def start(self, master: tuple[str, int], wire: dict[str, Any]) -> None:
         """Joins the process group, loads and shards the model, attaches to the rows.
@@ -254,10 +264,11 @@ class ActorWorker:
 
 
 @ray.remote
-class RewardWorker:
+class RewardWorker(LogsToDriver):
     """The scorer, loaded once, and the reward step around it."""
 
     def __init__(self, config: RewardConfig, post_process_path: str):
+        super().__init__()
         self._config, self._post_process_path = config, post_process_path
 
     def start(self) -> tuple[str, ...]:

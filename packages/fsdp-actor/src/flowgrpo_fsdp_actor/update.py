@@ -101,7 +101,7 @@ def _freeze_anchors(
             continue
         anchors.append([replay.score(policy.module, replay.batch(rows)) for rows in forwards])
     if explicit_first:
-        _print_parity(replay, updates, anchors, label)
+        _log_parity(replay, updates, anchors, label)
     return anchors
 
 
@@ -185,7 +185,7 @@ def _step_with_fingerprint(policy: Policy, config: ActorConfig, lr: float) -> No
         after = fingerprint(policy.trainable)
         if _is_first_rank():
             step = policy.lr_scheduler_steps
-            print(f"[fingerprint] optimizer step {step}: sum |w| {before!r} -> {after!r}, lr {lr:.3e}", flush=True)
+            log.info("[fingerprint] optimizer step %d: sum |w| %r -> %r, lr %.3e", step, before, after, lr)
 
 
 def _check_first_ratio(ratios: Sequence[Tensor]) -> None:
@@ -195,7 +195,7 @@ def _check_first_ratio(ratios: Sequence[Tensor]) -> None:
         raise ReplayMismatch(0, -lowest, highest)
 
 
-def _print_parity(
+def _log_parity(
     replay: Replay, updates: Sequence[Forwards], anchors: Sequence[list[Tensor] | None], label: str
 ) -> None:
     """F5: one line, the replayed anchors of all transitions against the engine's own log-probs."""
@@ -205,10 +205,12 @@ def _print_parity(
     total, count = all_reduced(torch.stack([apart.sum(), torch.tensor(float(len(rows)))]), dist.ReduceOp.SUM).tolist()
     worst = float(all_reduced(apart.max(), dist.ReduceOp.MAX))
     if _is_first_rank():
-        print(
-            f"[logp parity] {label}: |replayed - engine| mean {total / count:.3e}, max {worst:.3e} nats per element "
-            f"over {int(count)} transitions",
-            flush=True,
+        log.info(
+            "[logp parity] %s: |replayed - engine| mean %.3e, max %.3e nats per element over %d transitions",
+            label,
+            total / count,
+            worst,
+            int(count),
         )
 
 

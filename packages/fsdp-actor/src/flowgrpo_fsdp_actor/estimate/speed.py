@@ -110,9 +110,9 @@ def rollout_seconds(memory: MemoryModel) -> dict[str, float]:
 
 
 def _candidates(memory: MemoryModel) -> int:
-    """Of one engine, in a rollout."""
+    """Of the engine that draws most, in a rollout: an engine draws whole groups."""
     engines = max(1, memory.run.world_size // memory.run.engine_gpus)
-    return ceil(memory.run.groups * memory.config.n_samples_per_prompt / engines)
+    return ceil(memory.run.groups / engines) * memory.config.n_samples_per_prompt
 
 
 def _decoding(memory: MemoryModel) -> float:
