@@ -42,6 +42,16 @@ def test_sound_settings_pass_without_a_warning(sound):
     assert validate_generative_config(settings) == []
 
 
+@pytest.mark.parametrize("scorer", ["judge", "combined", "flowgrpo_rewards.judge.JudgeScorer"])
+def test_a_scorer_may_have_its_short_name_and_a_file_for_a_model(sound, tmp_path, scorer):
+    path = tmp_path / "scorers.json"
+    path.write_text("{}")
+    assert problems_of([*sound, "--reward-scorer-path", scorer, "--reward-model-path", str(path)]) == []
+    assert problems_of([*sound, "--reward-model-path", str(tmp_path / "none")]) == [
+        f"--reward-model-path {tmp_path / 'none'}"
+    ]
+
+
 FULL = ["--fsdp-trainable-mode", "full", "--lora-rank", "0", "--no-lora-adapter-mode"]
 SDE = {"height": 24, "width": 24, "num_inference_steps": 12, "sde_type": "sde"}
 

@@ -7,7 +7,8 @@ import pytest
 from flowgrpo_dataprep.source import PromptSource
 from flowgrpo_rollout_sglang.text_window import PromptsTooLongError
 from flowgrpo_trainer.cli import parse
-from flowgrpo_trainer.session import _check_text_window
+from flowgrpo_trainer.run_folder import Evaluation, EvalSample
+from flowgrpo_trainer.session import _check_text_window, _summary
 
 
 @pytest.fixture
@@ -35,3 +36,11 @@ def test_the_parity_bound_is_tighter_where_both_sides_compute_in_fp32_unless_it_
     bf16 = replace(fp32, rollout=replace(fp32.rollout, engine_dtype="bf16"))
     assert bf16.parity_bound == 0.05
     assert replace(fp32, rollout=replace(fp32.rollout, parity_bound=0.2)).parity_bound == 0.2
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"), [((0.5, 1.0), "reward 0.750"), ((0.5, None), "reward 0.500"), ((None, None), "no reward")]
+)
+def test_the_last_line_of_a_run_leaves_out_pictures_without_a_reward(rewards, said):
+    samples = [EvalSample(prompt="a", reward=reward, components={}) for reward in rewards]
+    assert _summary(Evaluation(step=0, sets={"held": samples}), "held") == said

@@ -12,6 +12,7 @@ from pathlib import Path
 from flowgrpo_dataprep.source import validate_prompt_file
 from flowgrpo_fsdp_actor.errors import PlanError
 from flowgrpo_fsdp_actor.plan import plan_updates
+from flowgrpo_rewards.loading import SCORERS
 from flowgrpo_rollout_sglang.config import Problem
 
 from flowgrpo_trainer.dotted_path import dotted_path_problem
@@ -284,9 +285,9 @@ def _reward_problems(s: Settings) -> Iterator[Problem]:
         yield Problem(
             "--reward-component-weights is missing", "No component would count.", "e.g. '{\"pickscore\": 1.0}'"
         )
-    if reward.reward_model_path and not Path(reward.reward_model_path).is_dir():
+    if reward.reward_model_path and not Path(reward.reward_model_path).exists():  # a JSON file for some scorers
         yield Problem(
-            f"--reward-model-path {reward.reward_model_path}", "The folder does not exist.", "download the model first"
+            f"--reward-model-path {reward.reward_model_path}", "It does not exist.", "download the model first"
         )
 
 
@@ -312,7 +313,7 @@ def _hook_problems(s: Settings) -> Iterator[Problem]:
         ("--rollout-function-path", s.rollout.rollout_function_path),
         ("--custom-convert-samples-to-train-data-path", s.rollout.custom_convert_samples_to_train_data_path),
         ("--custom-reward-post-process-path", s.reward.custom_reward_post_process_path),
-        ("--reward-scorer-path", s.reward.reward_scorer_path),
+        ("--reward-scorer-path", SCORERS.get(s.reward.reward_scorer_path or "", s.reward.reward_scorer_path)),
     )
     for flag, path in paths:
         if path and (why := dotted_path_problem(path)):

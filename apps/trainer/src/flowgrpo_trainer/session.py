@@ -236,7 +236,8 @@ def _report(folder: RunFolder, seconds: float) -> None:
 
 def _summary(evaluation: Evaluation, name: str) -> str:
     samples = evaluation.sets[name]
-    words = f"reward {sum(sample.reward for sample in samples) / len(samples):.3f}"
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    words = f"reward {sum(rewards) / len(rewards):.3f}" if rewards else "no reward"
     if all(sample.correct is not None for sample in samples):
         words += f", {sum(bool(sample.correct) for sample in samples) / len(samples):.0%} fully correct"
     return words
