@@ -82,7 +82,7 @@ class RunSettings:
     cpu_threads: int | None = None
     """Threads of each worker on the CPU; none divides the cores among the ranks."""
     ray_address: str | None = None
-    """Address of a running Ray cluster; none starts a local one."""
+    """Address of a running Ray cluster; none: what RAY_ADDRESS names, else a local one of the run."""
     use_fault_tolerance: bool = False
     """After a failed weight sync, restart the engines instead of ending the run."""
     autoscaler_config: str | None = None
