@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 from flowgrpo_dataprep.source import PromptSource
+from flowgrpo_rewards.protocol import ScorerContractError
 from flowgrpo_rollout_sglang.text_window import PromptsTooLongError
 from flowgrpo_trainer.cli import parse
-from flowgrpo_trainer.run_folder import Evaluation, EvalSample
+from flowgrpo_trainer.run_folder import EvalSample, Evaluation
 from flowgrpo_trainer.session import _check_text_window, _summary
+from flowgrpo_trainer.wiring import reward_config
+from flowgrpo_trainer.workers import RewardWorker
 
 
 @pytest.fixture
@@ -44,3 +47,12 @@ def test_the_parity_bound_is_tighter_where_both_sides_compute_in_fp32_unless_it_
 def test_the_last_line_of_a_run_leaves_out_pictures_without_a_reward(rewards, said):
     samples = [EvalSample(prompt="a", reward=reward, components={}) for reward in rewards]
     assert _summary(Evaluation(step=0, sets={"held": samples}), "held") == said
+
+
+def test_a_component_that_the_scorer_does_not_offer_is_refused_when_the_scorer_is_loaded(settings):
+    worker = RewardWorker.__ray_metadata__.modified_class  # the class itself, in this process
+    path, config = settings.reward.custom_reward_post_process_path, reward_config(settings)
+    assert "match" in worker(config, path).start()
+    mistyped = replace(config, reward_component_weights={"mach": 1.0})
+    with pytest.raises(ScorerContractError, match="'mach'"):
+        worker(mistyped, path).start()

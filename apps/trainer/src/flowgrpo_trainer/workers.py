@@ -272,11 +272,14 @@ class RewardWorker(LogsToDriver):
         self._config, self._post_process_path = config, post_process_path
 
     def start(self) -> tuple[str, ...]:
-        """Loads the scorer; returns its components. Raises ScorerLoadError."""
+        """Loads the scorer; returns its components. Raises ScorerLoadError, ScorerContractError."""
         from flowgrpo_rewards import load_scorer
+        from flowgrpo_rewards.post_process import check_components, post_process
 
         self._scorer = load_scorer(self._config)
         self._post_process = _load(self._post_process_path)
+        if self._post_process is post_process:  # which would refuse it at the first rollout
+            check_components(self._config, self._scorer)
         return self._scorer.components
 
     def score(self, groups: list[list[RewardSample]]) -> RewardReport:

@@ -84,7 +84,7 @@ def post_process(
     _check_groups(groups)
     routes = [_route(group, scorer) for group in groups]
     required = set(config.reward_required_components or scorer.components)
-    _check_names(required | set(config.reward_component_weights), scorer)
+    check_components(config, scorer)
 
     samples = [sample for group in groups for sample in group]
     started = time.perf_counter()
@@ -246,7 +246,9 @@ def _check_groups(groups: Sequence[Sequence[RewardSample]]) -> None:
         raise ValueError(f"post_process needs groups of one size above 0, got {len(groups)} groups of sizes {sizes}")
 
 
-def _check_names(names: set[str], scorer: GenerativeRewardScorer) -> None:
+def check_components(config: RewardConfig, scorer: GenerativeRewardScorer) -> None:
+    """Raises ScorerContractError where a component is required or weighted that the scorer does not offer."""
+    names = {*config.reward_required_components, *config.reward_component_weights}
     if unknown := sorted(names - set(scorer.components)):
         raise ScorerContractError(
             _name(scorer),
