@@ -12,15 +12,13 @@ import flowgrpo_rollout_sglang
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-from flowgrpo_fsdp_actor import ActorConfig, gather, join
+from flowgrpo_fsdp_actor import gather, join
 from flowgrpo_fsdp_actor.adapters.qwen_image import QwenImageAdapter
-from flowgrpo_fsdp_actor.errors import ModelFolderError, TrainableBoundaryError
-from flowgrpo_fsdp_actor.estimate import CARDS, DIFFUSERS, SGLANG, ModelSize, RunShape, estimate_run
+from flowgrpo_fsdp_actor.estimate import DIFFUSERS, SGLANG, ModelSize, RunShape
 from flowgrpo_fsdp_actor.estimate.architecture import ATTENTION, Adapters, Transformer, _vae_parameters
-from flowgrpo_fsdp_actor.estimate.cards import EAGER, GIB, H200, PROCESS_BYTES
+from flowgrpo_fsdp_actor.estimate.cards import EAGER, GIB, H200
 from flowgrpo_fsdp_actor.estimate.memory import AUTO_MEMORY_SHARE, AUTO_TOKENS, SYNC_CHUNK_BYTES, MemoryModel
 from flowgrpo_fsdp_actor.estimate.speed import (
-    _candidates,
     anchor_seconds,
     engine_pace,
     pass_seconds,
@@ -28,22 +26,14 @@ from flowgrpo_fsdp_actor.estimate.speed import (
     waits_for_host,
 )
 from flowgrpo_fsdp_actor.lora import inject_lora
-from flowgrpo_fsdp_actor.plan import evenly, plan_updates
+from flowgrpo_fsdp_actor.plan import plan_updates
 from flowgrpo_rollout_sglang import diffusers_engine
-from flowgrpo_rollout_sglang.config import SamplingConfig
 from flowgrpo_rollout_sglang.velocity import qwen_image_velocity
 from torch.utils.flop_counter import FlopCounterMode
 
+from .full_size import MASTERS, QWEN_IMAGE, RECOMPUTED, memory_of, recomputed
+
 SHIPPED = Path(__file__).parents[3] / "apps/trainer/src/flowgrpo_trainer/assets/tiny-qwen-image"
-QWEN_IMAGE = ModelSize(
-    transformer=Transformer.from_config({"_class_name": "QwenImageTransformer2DModel"}, ""),
-    text_encoder_parameters=8_292_166_656,
-    vae_parameters=126_892_531,
-    vae_scale=8,
-    vae_channels=96,
-)
-SAMPLING = SamplingConfig(height=384, width=384, num_inference_steps=12, sde_indices=(3, 4, 5), num_sde_steps=3)
-LORA = {"fsdp_trainable_mode": "lora", "lora_rank": 64, "lora_alpha": 128.0, "lora_adapter_mode": True}
 
 # One H200, 2026-11-29, torch 2.11.0, diffusers 0.37.0 and peft: the full-size transformer, random weights, LoRA 64 in
 # bf16, 384 x 384 and 128 text tokens; one forward and backward. (batch, checkpointed, compiled, ms, peak GiB)
@@ -65,17 +55,6 @@ FORWARDS = [(1, False, 6.5), (4, False, 18.2), (16, False, 37.3), (16, True, 48.
 """The same, without gradients: (batch, compiled, forwards of one row a second)."""
 OURS_IS_FASTER = 0.13
 """How far below plain diffusers' compiled blocks the estimate may be: it is that of the actor's own."""
-MASTERS, RECOMPUTED = {"fsdp_master_dtype": "fp32"}, {"fsdp_activation_checkpointing": True}
-
-
-def memory_of(*, world_size=1, **settings):
-    eager = {"replay_compile": False}  # as most of what was measured
-    config = ActorConfig(**({"model_path": "", "sampling": SAMPLING, "device": "cuda"} | eager | LORA | settings))
-    return MemoryModel(QWEN_IMAGE, config, RunShape(world_size=world_size), H200)
-
-
-def recomputed(memory):
-    return memory.model.transformer.blocks if memory.config.fsdp_activation_checkpointing else 0
 
 
 def replay_gib(memory, rows):
@@ -359,168 +338,3 @@ def test_a_rank_replays_as_many_rows_as_the_plan_gives_it(world_size, candidates
     memory = memory_of(n_samples_per_prompt=candidates, num_updates_per_batch=updates)
     memory.run = RunShape(world_size=world_size, groups=4, trained_steps=3)
     assert memory.rows_of_update() == 3 * sum(len(batch.candidates) for batch in plan[0])
-
-
-# ---------------------------------------------------------------------- the verdict
-
-RECIPE = RunShape(world_size=1, groups=8, trained_steps=3, bucket_mb=2048, colocated_scorer=True)
-
-
-def estimate(run=RECIPE, card=H200, **settings):
-    common = {"model_path": "", "sampling": SAMPLING, "device": "cuda", "n_samples_per_prompt": 8}
-    common |= {"replay_compile": False}
-    return estimate_run(QWEN_IMAGE, ActorConfig(**(common | settings)), run, card)
-
-
-def gib(found, phase):
-    (one,) = (p for p in found.phases if p.name == phase)
-    return one.total / GIB
-
-
-def test_the_graphs_of_an_engine_of_one_card_take_as_much_as_a_forward():
-    plain, graphs = (estimate(run=replace(RECIPE, cuda_graphs=on)) for on in (False, True))
-    rows = SGLANG.candidates_per_forward
-    forward = rows * QWEN_IMAGE.transformer.forward_bytes(576, RECIPE.text_tokens, dtype="bf16")
-    assert gib(graphs, "rollout") - gib(plain, "rollout") == pytest.approx(forward / GIB)
-    assert gib(estimate(run=replace(RECIPE, engine_gpus=2)), "rollout") < gib(plain, "rollout")
-
-
-def test_an_automatic_join_fills_the_card_and_never_more():
-    found = estimate(**LORA, fsdp_master_dtype="fp32")
-    assert found.fits
-    assert 0.8 * H200.memory < found.worst.total < H200.memory
-    assert found.worst.name == "replay"
-    assert found.remedies == []
-
-
-def test_on_a_smaller_card_as_few_blocks_recompute_as_fill_the_gpu():
-    """The rule of `choose_join`, asked of the code itself with the formulas' bytes in place of its probes."""
-    a100 = CARDS["a100"]
-    found = estimate(card=a100, **LORA)
-    assert 0 < found.recomputed < 60
-    assert gib(found, "replay") < a100.memory / GIB
-    memory = memory_of(n_samples_per_prompt=8)
-    memory.run, memory.card = RECIPE, a100
-    kept, inputs = memory.row_bytes(0) - memory.row_bytes(1), memory.row_bytes(60) - memory.row_bytes(59)
-    working = memory.row_bytes(60) - 60 * inputs - (kept + inputs)
-    row = join.RowMemory(fixed=memory.gradients, inputs=inputs, activations=kept + inputs, blocks=60)
-    taken = sum(memory.on_card) + memory.gathered() + memory.contexts
-    free = join.MEMORY_SHARE * (a100.memory - taken) - 12 * working
-    chosen = row.choose(free, 48, 12)
-    assert abs(chosen.recomputed - found.recomputed) <= 1
-    assert chosen.rows == 12
-    assert found.join == 12
-
-
-@pytest.mark.parametrize("gib", [100, 120, 140])
-@pytest.mark.parametrize("steps", [2, 3, 5])
-def test_under_fsdp2_the_plan_keeps_as_many_blocks_gathered_as_choose_join_would(gib, steps):
-    """The rule of `RowMemory.choose`, asked with the formulas' bytes in place of its probes."""
-    memory = memory_of(n_samples_per_prompt=8, world_size=2, fsdp_master_dtype="fp32")
-    memory.run, memory.card = RunShape(world_size=2, groups=4, trained_steps=steps), replace(H200, memory=gib * GIB)
-    taken = sum(memory.on_card) + memory.gathered() + memory.contexts
-    block = memory.model.transformer.block_parameters * 2.0
-    kept = memory.row_bytes(0, compiled=False) / 60
-    row = join.RowMemory(fixed=memory.gradients, inputs=0.0, activations=kept, blocks=60)
-    rows = memory.rows_of_update()
-    chosen = row.choose(join.MEMORY_SHARE * (memory.card.memory - taken), rows, 12, units=join.Units(60, block))
-    found = memory.join()
-    assert (found.rows, found.recomputed) == (evenly(rows, math.ceil(rows / chosen.rows)), 0)
-    assert found.gathered == chosen.gathered > 0
-    kept, not_kept = (replay_seconds(memory, found.rows, 0, count) for count in (found.gathered, 0))
-    assert kept < not_kept
-
-
-def test_a_forward_that_is_too_large_is_refused_with_changes_that_each_fit():
-    settings = LORA | {"replay_join": 64}
-    found = estimate(**settings)
-    assert not found.fits
-    assert found.worst.name == "replay"
-    changes = {remedy.change: remedy.peak for remedy in found.remedies}
-    (joined,) = (int(change.split()[-1]) for change in changes if change.startswith("--replay-join"))
-    assert estimate(**(settings | {"replay_join": joined})).fits
-    assert not estimate(**(settings | {"replay_join": joined + 1})).fits
-    checkpointed = estimate(**settings, fsdp_activation_checkpointing=True)
-    assert checkpointed.fits
-    assert changes["--fsdp-activation-checkpointing"] == checkpointed.worst.total
-
-
-def test_what_spends_memory_on_time_is_named_where_it_fits_with_room_to_spare():
-    """Two cards with 16 rows each: gathered once instead of twice, as two H200 were seen to be 10 % faster."""
-    settings = LORA | {"fsdp_master_dtype": "fp32", "replay_join": 16, "replay_compile": True}
-    two = replace(RECIPE, world_size=2)
-    found = estimate(run=two, **settings)
-    kept = estimate(run=two, **settings, fsdp_reshard_after_forward=False)
-    (faster,) = found.speedups
-    assert faster.change == "--no-fsdp-reshard-after-forward"
-    assert (faster.peak, faster.seconds) == (kept.worst.total, sum(kept.seconds.values()))
-    assert faster.seconds < sum(found.seconds.values())
-    assert kept.speedups == []
-    assert estimate(run=replace(RECIPE, world_size=1), **settings).speedups == []
-    assert estimate(run=two, card=CARDS["a100"], **settings).speedups == []  # 41 GB more would not fit
-
-
-def test_full_training_of_20_b_does_not_fit_one_card_and_says_how_many_it_takes():
-    found = estimate(fsdp_activation_checkpointing=True)
-    assert not found.fits
-    assert [remedy.change for remedy in found.remedies] == ["2 cards (--resource)"]
-    assert estimate(replace(RECIPE, world_size=2), fsdp_activation_checkpointing=True).fits
-
-
-def test_what_sleeps_is_on_the_card_in_its_own_turn_only():
-    both = estimate(**LORA, replay_join=8)
-    actor_awake = estimate(replace(RECIPE, offload_train=False), **LORA, replay_join=8)
-    engine_awake = estimate(replace(RECIPE, offload_rollout=False), **LORA, replay_join=8)
-    weights = (QWEN_IMAGE.transformer.parameters + 188_743_680) * 2 / GIB
-    moments = 2 * 188_743_680 * 2 / GIB
-    frozen = (QWEN_IMAGE.text_encoder_parameters + QWEN_IMAGE.vae_parameters) * 2 / GIB
-    assert gib(actor_awake, "rollout") - gib(both, "rollout") == pytest.approx(weights + moments)
-    assert gib(engine_awake, "replay") - gib(both, "replay") == pytest.approx(weights + frozen)
-    assert gib(engine_awake, "sync") - gib(both, "sync") == pytest.approx(frozen)
-    assert (
-        gib(both, "load") == gib(actor_awake, "load") == pytest.approx(2 * weights + frozen + 3 * PROCESS_BYTES / GIB)
-    )
-    assert both.host_bytes > actor_awake.host_bytes
-
-
-def test_more_cards_hold_less_each_and_a_rollout_takes_less_time():
-    found = [estimate(replace(RECIPE, world_size=n), **LORA, replay_join=8) for n in (1, 2, 4, 8)]
-    adapters = 188_743_680 * 2 / GIB  # whole on every rank, with gradients and moments; the frozen base is sharded
-    assert gib(found[3], "optimizer step") == pytest.approx(20_430_401_088 * 2 / 8 / GIB + 4 * adapters + 2.49)
-    replay = [gib(e, "replay") for e in found]
-    seconds = [sum(e.seconds.values()) for e in found]
-    assert replay == sorted(replay, reverse=True)
-    assert seconds == sorted(seconds, reverse=True)
-
-
-def test_the_cards_of_an_engine_divide_what_sglang_divides():
-    """Of a block's 36 d^2, 12 are modulations, whole on each card, and on two cards 8 of the text's MLP are, too."""
-    net, adapters = QWEN_IMAGE.transformer, Adapters(rank=64, targets=ATTENTION)
-    shares = [net.engine_rank_parameters(cards) / net.parameters for cards in (1, 2, 4)]
-    assert shares == pytest.approx([1.0, 28 / 36, 18 / 36], abs=0.005)
-    assert net.engine_rank_parameters(1, adapters) == net.parameters + net.adapter_parameters(adapters)
-    lora = [net.engine_rank_parameters(n, adapters) - net.engine_rank_parameters(n) for n in (1, 2)]
-    assert lora[1] == lora[0] * 3 // 4
-    two = estimate(replace(RECIPE, world_size=2, engine_gpus=2), **LORA, replay_join=8)
-    one = estimate(replace(RECIPE, world_size=2, cuda_graphs=False), **LORA, replay_join=8)  # two cards have none
-    saved = (net.engine_rank_parameters(1, adapters) - net.engine_rank_parameters(2, adapters)) * 2 / GIB
-    assert gib(one, "rollout") - gib(two, "rollout") == pytest.approx(saved)
-
-
-def test_only_the_card_that_was_measured_says_so():
-    assert [name for name, card in CARDS.items() if card.measured] == ["h200"]
-    assert all(card.memory <= H200.memory and card.matmul <= H200.matmul for card in CARDS.values())
-
-
-def test_a_folder_or_a_target_that_cannot_be_estimated_is_refused(tmp_path):
-    with pytest.raises(ModelFolderError):
-        ModelSize.from_folder(tmp_path)
-    with pytest.raises(TrainableBoundaryError):
-        estimate(**LORA, lora_target_modules=("attn.to_qq",))
-
-
-@pytest.mark.parametrize(("groups", "drawn"), [(32, 32), (8, 8), (20, 24), (3, 8)])
-def test_an_engine_draws_whole_groups(groups, drawn):
-    """The trainer sends no group to two engines: `flowgrpo_trainer.fleet.calls_of`."""
-    config = memory_of(n_samples_per_prompt=8).config
-    assert _candidates(MemoryModel(QWEN_IMAGE, config, RunShape(world_size=8, groups=groups), H200)) == drawn
