@@ -47,7 +47,7 @@ def make_adamw(config: ActorConfig, parameters: Sequence[nn.Parameter]) -> torch
 def missing_moments(optimizer: torch.optim.Optimizer) -> int:
     """Bytes on the GPU that AdamW's first step will take for its two moments: 0 after one, or after a resume."""
     waiting = (p for group in optimizer.param_groups for p in group["params"] if not optimizer.state.get(p))
-    return sum(2 * local(p.data).nbytes for p in waiting if p.is_cuda)
+    return sum(2 * part.nbytes for part in (local(p.data) for p in waiting) if part.is_cuda)
 
 
 @torch.no_grad()
