@@ -42,6 +42,17 @@ def test_sound_settings_pass_without_a_warning(sound):
     assert validate_generative_config(settings) == []
 
 
+def test_of_a_file_that_is_no_prompt_file_ten_lines_are_shown_and_the_others_counted(sound, tmp_path):
+    text = tmp_path / "prompts.txt"
+    text.write_text("a cat\n" * 500)
+    settings, _ = parse([*sound, "--prompt-data", str(text)], {})
+    with pytest.raises(ConfigError) as error:
+        validate_generative_config(settings)
+    whys = [problem.why for problem in error.value.problems]
+    assert len(whys) == 11
+    assert whys[-1] == "and 490 more lines"
+
+
 @pytest.mark.parametrize("scorer", ["judge", "combined", "flowgrpo_rewards.judge.JudgeScorer"])
 def test_a_scorer_may_have_its_short_name_and_a_file_for_a_model(sound, tmp_path, scorer):
     path = tmp_path / "scorers.json"
@@ -94,6 +105,8 @@ SDE = {"height": 24, "width": 24, "num_inference_steps": 12, "sde_type": "sde"}
         (["--reward-runtime", "remote"], "--reward"),
         (["--reward-scorer-path", "None"], "--reward"),
         (["--reward-scorer-path", "flowgrpo_rewards.shapes.NoSuchScorer"], "NoSuchScorer"),
+        (["--reward-scorer-path", "flowgrpo_rewards.loading.SCORERS"], "loading.SCORERS"),  # a dict
+        (["--reward-scorer-path", "flowgrpo_rewards.loading.factory"], "loading.factory"),  # local to a function
         (["--reward-scorer-path", "no_such_package.Scorer"], "no_such_package"),
         (["--rollout-function-path", "flowgrpo_trainer.rollout.no_such_function"], "no_such_function"),
         (["--prompt-data", "/nowhere.jsonl"], "/nowhere.jsonl"),

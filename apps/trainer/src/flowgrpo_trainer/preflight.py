@@ -21,6 +21,8 @@ from flowgrpo_trainer.wiring import actor_config, reward_config
 
 DIFFUSERS_ENGINE = "flowgrpo_rollout_sglang.diffusers_engine.DiffusersEngine"
 HEADER = "Generative RL config validation failed:"
+SHOWN_LINES = 10
+"""Of a prompt file's bad lines."""
 
 
 class ConfigError(ValueError):
@@ -301,7 +303,9 @@ def _data_problems(s: Settings) -> Iterator[Problem]:
         if path is None:
             yield Problem(f"{flag} is missing", "There are no prompts.", fix)
             continue
-        for why in validate_prompt_file(path):
+        problems = validate_prompt_file(path)
+        more = [f"and {len(problems) - SHOWN_LINES} more lines"] if len(problems) > SHOWN_LINES else []
+        for why in [*problems[:SHOWN_LINES], *more]:
             yield Problem(f"{flag} {path}", why, "mend the file; `dataprep inspect` shows all of it")
 
 
