@@ -95,10 +95,53 @@ def test_the_policy_version_counts_up_and_the_weights_move(first_run):
     assert pictures[0] != pictures[1]
 
 
-def test_the_first_updates_ratio_is_one_and_a_later_ones_is_not(first_run, tmp_path):
+NAN_SCORER = """
+import math
+from flowgrpo_rewards import Value
+
+
+class NanScorer:
+    required_tracks = ("image",)
+    components = ("shape",)
+    seen = 0
+
+    def score(self, samples):
+        return [{"shape": Value(self.value(sample))} for sample in samples]
+
+    def value(self, sample):
+        \"\"\"Not a number for the second candidate of a group, from the second rollout of two groups on.\"\"\"
+        self.seen += sample.slot == 1
+        return math.nan if sample.slot == 1 and self.seen > 2 else 0.1 * sample.slot
+"""
+
+
+@pytest.fixture(scope="module")
+def nan_run(tmp_path_factory, ray_cluster):
+    """A run with one update a rollout whose second rollout has a reward that is not a number: its folder, its error."""
+    folder = tmp_path_factory.mktemp("nan")
+    (folder / "nan_scorer.py").write_text(NAN_SCORER)
+    words = ["--reward-scorer-path", "nan_scorer.NanScorer", "--reward-required-components", '["shape"]']
+    words += ["--reward-component-weights", '{"shape": 1.0}', "--num-updates-per-batch", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        with pytest.raises(GroupRewardError) as error:
+            short_run(folder / "run", *words)
+    return RunFolder(folder / "run"), error.value
+
+
+def test_a_nan_reward_ends_the_run_by_name_and_loses_nothing(nan_run):
+    run, error = nan_run
+    assert {failure.component for failure in error.failures} == {"shape"}
+    assert run.read_ended()["state"] == "failed"
+    assert [record.step for record in run.read_metrics()] == [0]
+    assert run.report_path.exists()
+
+
+def test_the_first_updates_ratio_is_one_and_a_later_ones_is_not(first_run, nan_run):
     """T6. With one update the ratio is exactly 1 everywhere; with two the second update leaves 1."""
-    one = curves(short_run(tmp_path / "one", "--num-updates-per-batch", "1", "--num-rollouts", "1"))
+    one = curves(nan_run[0])
     assert (one[0]["train/ratio_min"], one[0]["train/ratio_max"], one[0]["train/ratio_std"]) == (1.0, 1.0, 0.0)
+    assert one[0]["train/optimizer_steps"] == 1.0
     two = curves(first_run)
     assert two[0]["train/ratio_min"] < 1.0 < two[0]["train/ratio_max"]
 
@@ -230,22 +273,6 @@ def test_on_a_gpu_the_loop_trains_with_actor_and_engine_asleep_in_turn(tmp_path,
     assert [row["train/optimizer_steps"] for row in rows] == [1.0, 1.0]
     assert all((row["train/ratio_min"], row["train/ratio_max"]) == (1.0, 1.0) for row in rows)
     assert all(row["train/weight_sync_tensors"] > 0 for row in rows)
-
-
-def test_a_nan_reward_ends_the_run_by_name_and_loses_nothing(tmp_path, monkeypatch):
-    scorer = tmp_path / "nan_scorer.py"
-    scorer.write_text(
-        "import math\nfrom flowgrpo_rewards import Value\n\nclass NanScorer:\n"
-        "    required_tracks = ('image',)\n    components = ('shape',)\n\n    def score(self, samples):\n"
-        "        return [{'shape': Value(math.nan if s.slot == 1 else 0.5)} for s in samples]\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    words = ["--reward-scorer-path", "nan_scorer.NanScorer", "--reward-required-components", '["shape"]']
-    words += ["--reward-component-weights", '{"shape": 1.0}']
-    with pytest.raises(GroupRewardError) as error:
-        short_run(tmp_path / "nan", *words)
-    assert {failure.component for failure in error.value.failures} == {"shape"}
-    assert RunFolder(tmp_path / "nan").read_ended()["state"] == "failed"
 
 
 def test_a_hook_with_a_wrong_signature_is_refused_before_the_run_starts(tmp_path):
