@@ -85,7 +85,7 @@ def refuse_checkpoints_of_another_run(settings: Settings, resume: Resume | None)
     Elsewhere rotation would count another run's checkpoints and remove its own, as the oldest; the next --load would go
     on with whichever iteration is the newest. Read by the driver before a worker starts. Raises CheckpointError.
     """
-    tree = _save_tree(settings)
+    tree = save_tree(settings)
     if tree is None or not (committed := tree.committed()):
         return
     if resume is not None and os.path.realpath(resume.tree.folder) == os.path.realpath(tree.folder):
@@ -170,7 +170,7 @@ def checkpoints_of(
     settings: Settings, contract: dict[str, Any], prompt_fingerprint: str, history: Callable[[], str]
 ) -> Checkpoints | NoCheckpoints:
     """What `--save` asks for."""
-    checkpoint, tree = settings.checkpoint, _save_tree(settings)
+    checkpoint, tree = settings.checkpoint, save_tree(settings)
     if tree is None:
         return NoCheckpoints()
     return Checkpoints(
@@ -192,7 +192,7 @@ def checkpoints_of(
     )
 
 
-def _save_tree(settings: Settings) -> CheckpointTree | None:
+def save_tree(settings: Settings) -> CheckpointTree | None:
     """Where this run saves; None without `--save`."""
     if settings.checkpoint.save is None:
         return None

@@ -14,6 +14,7 @@ import ray
 from flowgrpo_rollout_sglang.artifacts import ArtifactStore, owned
 from flowgrpo_rollout_sglang.files import write_atomic
 
+from flowgrpo_trainer.checkpoints import save_tree
 from flowgrpo_trainer.errors import FolderNotShared
 from flowgrpo_trainer.settings import Settings
 
@@ -21,8 +22,8 @@ from flowgrpo_trainer.settings import Settings
 def written_folders(settings: Settings, store: ArtifactStore) -> dict[str, Path]:
     """Flag -> folder that the driver and the ranks both use."""
     folders = {"--artifact-root": store.folder}
-    if settings.checkpoint.save is not None:
-        folders["--save"] = Path(settings.checkpoint.save).absolute() / store.task
+    if (tree := save_tree(settings)) is not None:
+        folders["--save"] = tree.folder
     return folders
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from flowgrpo_fsdp_actor.config import ActorConfig
 from flowgrpo_fsdp_actor.distributed import all_reduced
 from flowgrpo_fsdp_actor.optimizer import missing_moments
-from flowgrpo_fsdp_actor.plan import Join, MicroBatch, Transition, evenly
+from flowgrpo_fsdp_actor.plan import Join, MicroBatch, Transition, Units, evenly, join_of_memory
 from flowgrpo_fsdp_actor.recompute import recompute_first
 from flowgrpo_fsdp_actor.replay import Replay
 from flowgrpo_fsdp_actor.sharding import DTYPES, gathered_units, keep_gathered
@@ -36,28 +36,6 @@ MEMORY_SHARE = 0.85
 PROBE_ROWS = (1, 3)
 PROBE_KEPT = 4
 """Blocks that keep their activations in the second pair of probes: few, so that a probe itself always fits."""
-
-
-@dataclass(frozen=True)
-class Units:
-    """The blocks that FSDP2 gathers one by one."""
-
-    count: int
-    nbytes: float
-    """Of the largest, gathered, in the compute dtype."""
-
-    @classmethod
-    def of(cls, policy: Policy, config: ActorConfig) -> "Units | None":
-        """None where nothing is gathered, or where `fsdp_reshard_after_forward` leaves all of it gathered anyhow."""
-        units = gathered_units(policy.module)
-        if not units or not config.fsdp_reshard_after_forward:
-            return None
-        numels = [sum(p.numel() for p in unit.parameters() if isinstance(p, DTensor)) for unit in units]
-        return cls(len(units), float(max(numels) * DTYPES[config.fsdp_param_dtype].itemsize))
-
-    def that_fit(self, available: float) -> int:
-        """How many of them can stay gathered in so many bytes."""
-        return min(self.count, max(0, int(available // self.nbytes)))
 
 
 @dataclass(frozen=True)
@@ -92,22 +70,9 @@ class RowMemory:
     def choose(
         self, available: float, rows: int, fill: int, *, recompute_all: bool = False, units: Units | None = None
     ) -> Join:
-        """How `available` bytes serve `rows` rows, of which `fill` fill the GPU.
-
-        The fewest blocks recompute with which `fill` rows fit in a forward, else all. Without `units` a forward takes
-        as many rows as fit; with them no more than fill the GPU in forwards of one size, and the rest keeps blocks
-        gathered.
-        """
+        """How `available` bytes serve `rows` rows, of which `fill` fill the GPU: `plan.join_of_memory`."""
         free = available - self.fixed
-        for recomputed in range(self.blocks if recompute_all else 0, self.blocks + 1):
-            row = self.row(recomputed)
-            if int(free // row) >= min(fill, rows):
-                break
-        fit = max(1, min(int(free // row), rows))
-        if units is None:
-            return Join(fit, recomputed)
-        fit = min(fit, evenly(rows, max(1, rows // fill)))
-        return Join(fit, recomputed, units.that_fit(free - evenly(rows, ceil(rows / fit)) * row))
+        return join_of_memory(free, rows, fill, self.row, self.blocks, recompute_all=recompute_all, units=units)
 
     def rows_beside(self, available: float, join: Join, units: Units | None) -> int:
         """How many rows would fit, with what `join` recomputes and keeps gathered; at least those of `join`."""
@@ -152,7 +117,7 @@ def choose_join(
     if config.device == "cpu":
         recompute_first(policy.blocks, len(policy.blocks) if config.fsdp_activation_checkpointing else 0)
         return ForwardLimit(range(1, rows + 1), CPU_TOKENS)
-    units, fill = Units.of(policy, config), ceil(CUDA_TOKENS / tokens)
+    units, fill = _units(policy, config), ceil(CUDA_TOKENS / tokens)
     memory = _probe(policy, replay, _a_row_of(longest, plan))
     available = MEMORY_SHARE * (_free_bytes() - missing_moments(policy.optimizer))
     mine = memory.choose(available, rows, fill, recompute_all=config.fsdp_activation_checkpointing, units=units)
@@ -164,6 +129,15 @@ def choose_join(
     counts = (join.rows, limit.tokens, len(policy.blocks), join.recomputed, join.gathered)
     log.info("[replay] up to %d rows and %d tokens in a forward; of %d blocks %d recompute, %d stay gathered", *counts)
     return limit
+
+
+def _units(policy: Policy, config: ActorConfig) -> Units | None:
+    """None where nothing is gathered, or where `fsdp_reshard_after_forward` leaves all of it gathered anyhow."""
+    units = gathered_units(policy.module)
+    if not units or not config.fsdp_reshard_after_forward:
+        return None
+    numels = [sum(p.numel() for p in unit.parameters() if isinstance(p, DTensor)) for unit in units]
+    return Units(len(units), float(max(numels) * DTYPES[config.fsdp_param_dtype].itemsize))
 
 
 def rows_of_update(replay: Replay, plan: Sequence[Sequence[MicroBatch]]) -> int:

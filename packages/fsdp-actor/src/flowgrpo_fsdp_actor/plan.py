@@ -8,9 +8,10 @@ Words: a *sample* is a candidate of a group, a *micro-batch* some samples of one
 at one trained step, a *forward* the transitions that go through the model together.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import ceil
 from typing import NamedTuple
 
 from flowgrpo_fsdp_actor.errors import PlanError
@@ -25,6 +26,46 @@ class Join:
     """Blocks that recompute their activations: the first ones."""
     gathered: int = 0
     """Blocks of FSDP2 that stay gathered from their forward to their backward: the last ones."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """The blocks that FSDP2 gathers one by one."""
+
+    count: int
+    nbytes: float
+    """Of the largest, gathered, in the compute dtype."""
+
+    def that_fit(self, available: float) -> int:
+        """How many of them can stay gathered in so many bytes."""
+        return min(self.count, max(0, int(available // self.nbytes)))
+
+
+def join_of_memory(
+    free: float,
+    rows: int,
+    fill: int,
+    row_bytes: Callable[[int], float],
+    blocks: int,
+    *,
+    recompute_all: bool,
+    units: Units | None,
+) -> Join:
+    """How `free` bytes serve `rows` rows, of which `fill` fill the GPU; `row_bytes` of how many blocks recompute.
+
+    The fewest blocks recompute with which `fill` rows fit in a forward, else all. Without `units` a forward takes as
+    many rows as fit; with them no more than fill the GPU in forwards of one size, and the rest keeps blocks gathered.
+    Asked by `join` with what probes measured and by `estimate` with formulas.
+    """
+    for recomputed in range(blocks if recompute_all else 0, blocks + 1):
+        row = row_bytes(recomputed)
+        if int(free // row) >= min(fill, rows):
+            break
+    fit = max(1, min(int(free // row), rows))
+    if units is None:
+        return Join(fit, recomputed)
+    fit = min(fit, evenly(rows, max(1, rows // fill)))
+    return Join(fit, recomputed, units.that_fit(free - evenly(rows, ceil(rows / fit)) * row))
 
 
 def evenly(rows: int, forwards: int) -> int:

@@ -4,13 +4,14 @@ Actor and engine share the card (S2): each phase counts both. The actor's own nu
 (what is stored), `update` (what a backward adds), `sleep` (what leaves) and `publish` (what a sync gathers).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 
 from flowgrpo_fsdp_actor.config import ActorConfig
 from flowgrpo_fsdp_actor.estimate.architecture import ATTENTION, DTYPE_BYTES, Adapters, ModelSize
 from flowgrpo_fsdp_actor.estimate.cards import GB, PROCESS_BYTES, Card
-from flowgrpo_fsdp_actor.plan import Join, evenly, local_candidates
+from flowgrpo_fsdp_actor.plan import Join, Units, evenly, join_of_memory, local_candidates
 
 AUTO_MEMORY_SHARE = 0.85
 """Of the free memory that an automatic `replay_join` fills: `join.MEMORY_SHARE`, which a test holds equal."""
@@ -205,16 +206,12 @@ class MemoryModel:
         taken = sum(self.on_card) + self.gathered() + self.engine_while_training() + self.contexts
         available = AUTO_MEMORY_SHARE * (self.card.memory - taken) - self.gradients
         fill = ceil(AUTO_TOKENS / (self.image + self.run.text_tokens))
-        for recomputed in range(blocks if checkpointed else 0, blocks + 1):
-            row = self.row_bytes(recomputed, compiled=False)
-            if int(available / row) >= min(fill, rows):
-                break
-        fit, gathered = max(1, min(int(available / row), rows)), 0
+        units = None
         if self.in_units and self.config.fsdp_reshard_after_forward:
-            fit = min(fit, evenly(rows, max(1, rows // fill)))
-            beside = available - evenly(rows, ceil(rows / fit)) * row
-            gathered = min(blocks, max(0, int(beside / (self.model.transformer.block_parameters * self._compute))))
-        return Join(evenly(rows, ceil(rows / fit)), recomputed, gathered)
+            units = Units(blocks, self.model.transformer.block_parameters * self._compute)
+        row_bytes = partial(self.row_bytes, compiled=False)
+        join = join_of_memory(available, rows, fill, row_bytes, blocks, recompute_all=checkpointed, units=units)
+        return replace(join, rows=evenly(rows, ceil(rows / join.rows)))
 
     # ------------------------------------------------------------------ the engine
 
